@@ -136,8 +136,6 @@ def is_due(run: Run, every: int) -> bool:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Before the first step, every `evaluation.every` steps, and where a resumed run begins with an
-    incomplete evaluation."""
     was_begun = any(evaluation.step == run.step for evaluation in run.evaluations.all)
     return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
 

@@ -36,10 +36,7 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
 
 def read_problems(config: Config, split: str, folder: Path | None = None) -> ReadProblems:
     """Raises UserError for a prompt that the model cannot read, and for fewer problems than a step takes.
-
-    split: "train" or "test".
-    folder: the model's description and tokenizer; None: the configured model's.
-    """
+    split: "train" or "test"."""
     folder = folder or model_folder(config)
     tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
     records, chat = _records(config, split), chat_format(config)
@@ -73,8 +70,7 @@ def chat_format(config: Config) -> ChatFormat:
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:
-    """One line about held-out problems that are trained on, too; None: no overlap. No error, since large data
-    sets repeat rows."""
+    """None: no overlap. No error, since large data sets repeat rows."""
     trained = {problem.prompt_ids: problem.problem_id for problem in train}
     shared = [problem for problem in held_out if problem.prompt_ids in trained]
     if not shared:

@@ -71,9 +71,8 @@ class Run:
     unmeasured_seconds: of rollouts since the last measurement of the speedup.
     lengths: mean length of each problem's latest responses, in tokens.
 
-    queue: a work queue shared by several runs in one process group; None: the run's own.
+    queue: shared by several runs in one process group; None: the run's own.
     prints: whether the leader prints the run and hands its figures to trackers.
-    began: when the user's command began; None: now.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ NOT_MEASURED = SpeedupPair()
 
 
 def is_pair_due(run: Run) -> bool:
-    """Every `rollout.measure_speedup_every` steps, and in the last step of a shorter run."""
     step, num_steps = run.step + 1, run.config.run.num_steps
     every = run.config.rollout.measure_speedup_every
     if not every or run.engine.tuner is None or not run.engine.generates_aside:

@@ -79,9 +79,7 @@ def leave(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """causes: a line for each rank at fault.
-    is_awaiting: a rank was awaited in vain.
-    """
+    """causes: a line for each rank at fault."""
 
     causes: tuple[str, ...]
     traceback: str = ""
@@ -116,7 +114,6 @@ class Restarts:
     """A failure that would come again is final: a user's mistake, or an error at the line of code where the
     last attempt failed, unless something was saved in between.
 
-    limit: most restarts.
     progress: returns where another attempt would resume.
     log: file that tracebacks are appended to; None: they go to stderr.
     """

@@ -71,8 +71,7 @@ def launch(
     130, 143: SIGINT, SIGTERM has stopped the run.
 
     entry: an importable function, or "package.module:function".
-    grace_seconds: seconds for the ranks to finish after the first signal.
-    monitor_seconds: seconds between two polls of the ranks by torch's agent.
+    grace_seconds: from the first signal until the ranks are killed.
     go_on: the command that continues the run, for the message after a second Ctrl-C.
     """
     if num_ranks < 1:
@@ -99,7 +98,6 @@ def launch(
 
 
 def is_rank(num_ranks: int) -> bool:
-    """Alone, or started by torchrun or Slurm."""
     return num_ranks == 1 or find_place() is not None
 
 
@@ -205,8 +203,8 @@ def _attempt(
 
 
 def _open_meeting() -> socket.socket:
-    """A port of the loopback, open from now on, so that no other process takes it. Raises UserError for a
-    machine without a loopback."""
+    """Open from now on, so that no other process takes the port. Raises UserError for a machine without a
+    loopback."""
     meeting = socket.socket()
     try:
         meeting.bind((_LOOPBACK, 0))

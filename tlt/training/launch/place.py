@@ -29,9 +29,7 @@ _RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
 
 @dataclass(frozen=True)
 class Place:
-    """local_rank, local_world_size: among the ranks of its machine.
-    master_addr, master_port: where the ranks meet.
-    is_server: whether this process serves that port; otherwise the launcher does.
+    """is_server: whether this process serves master_port; otherwise the launcher does.
     listening: file descriptor of that port where the launcher has opened it for this process.
     has_own_gpu: whether the launcher shows each rank its own GPU alone.
     is_restart: whether the launcher has started these ranks before.
@@ -97,7 +95,6 @@ def _source(environ: Mapping[str, str]) -> str:
 def read_number(
     environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is"
 ) -> int:
-    """because: why the variable must be set, if there is no default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -216,7 +213,6 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(part: str) -> list[str]:
-    """Expands "01-03", with the first one's digits, or "7"."""
     first, _, last = part.partition("-")
     numbers = range(int(first), int(last or first) + 1)
     return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

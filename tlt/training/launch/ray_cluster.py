@@ -55,8 +55,7 @@ class RankNeeds:
 
 
 def connect() -> Any:
-    """Returns the module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises
-    UserError."""
+    """The module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises UserError."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # print every line of the ranks
     try:
         import ray
@@ -161,7 +160,6 @@ class RankActor:
         self._stop = StopRequest()
 
     def place(self) -> tuple[str, str, str, int]:
-        """(node, its address, its name, a port that is free there now)."""
         import ray
 
         with socket.socket() as probe:

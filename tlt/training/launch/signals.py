@@ -63,7 +63,6 @@ class SharedStop:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a rank's live lines show the stop: a line between them would be overwritten."""
         return self._is_shown.value
 
     @is_shown.setter
@@ -80,7 +79,7 @@ class StopRequest:
         self.is_shown = False
 
     def show(self, is_shown: bool) -> None:
-        """is_shown: whether this rank's live lines show the request; then nothing else prints it."""
+        """is_shown: this rank's live lines show the request, and would overwrite another line."""
         self.is_shown = is_shown
         if self._shared is not None:
             self._shared.is_shown = is_shown

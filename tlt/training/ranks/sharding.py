@@ -36,7 +36,6 @@ class LayoutChoice:
 
 
 def choose_layout(wanted: str, num_ranks: int, device: str) -> LayoutChoice:
-    """Resolves `parallel.policy`: "auto", "replicate" or "fsdp"."""
     if wanted != "auto":
         return LayoutChoice(wanted, f"parallel.policy is {wanted}")
     if num_ranks == 1:
@@ -77,7 +76,6 @@ def fill(model: Transformer, rows: Rows) -> None:
 
 
 def local_rows(tensor: DTensor) -> slice:
-    """This rank's rows; the mesh has one dimension."""
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     size = -(-num_rows // mesh.size())
     start = min(mesh.get_local_rank() * size, num_rows)
@@ -90,10 +88,10 @@ def local_rows(tensor: DTensor) -> slice:
 
 
 class FullTensors(Mapping[str, Tensor]):
-    """The full tensors of a policy by name, gathered one at a time and cast to `dtype`; None: not cast.
+    """Reading a sharded tensor is a collective: all ranks read in the same order. A tensor that is not
+    sharded is returned itself. Adapters are merged into their matrices.
 
-    Reading a sharded tensor is a collective: all ranks read in the same order. A tensor that is not sharded
-    is returned itself. Adapters are merged into their matrices.
+    dtype: None: not cast.
     """
 
     def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:

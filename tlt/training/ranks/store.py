@@ -82,10 +82,6 @@ def _listen(place: Place) -> int | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """number: from 1.
-    num_hellos: hellos of all ranks by then.
-    """
-
     number: int
     num_hellos: int
 

@@ -27,9 +27,7 @@ PATIENCE_SECONDS = 3600.0
 
 
 class Waiting:
-    """store: a connection of its own.
-    patience: seconds until a wait raises TimeoutError.
-    """
+    """store: a connection of its own."""
 
     def __init__(self, store: Store, patience: float = PATIENCE_SECONDS) -> None:
         self._store, self.patience = store, patience
@@ -40,7 +38,6 @@ class Waiting:
         self._store.set(key, json.dumps(value))
 
     def hear(self, key: str, whom: str) -> Any:
-        """whom: the awaited rank, for the error."""
         deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
         while (value := read_now(self._store, key)) == ABSENT:
             if self.is_over.wait(pause):

@@ -55,19 +55,14 @@ class World:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """num_idle: GPUs that no rank uses."""
-
     name: str
     reason: str
     num_idle: int = 0
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
-    """Resolves `run.device`: "auto", "cpu" or "cuda". Raises UserError if GPUs are wanted or present, but not
-    one for every rank: nothing falls back in silence.
-
-    num_ranks, num_gpus: of this machine.
-    """
+    """Raises UserError if GPUs are wanted or present, but not one for every rank: nothing falls back in
+    silence. num_ranks, num_gpus: of this machine."""
     if wanted == "cpu":
         return DeviceChoice("cpu", "run.device is cpu")
     if wanted == "auto" and num_gpus == 0:
@@ -84,11 +79,8 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of an attempt have met on a store, and have no process group yet.
-
-    number: the attempt's, from 1.
-    store: the attempt's part.
-    """
+    """The ranks of an attempt have met on a store, and have no process group yet. number: the attempt's, from
+    1."""
 
     place: Place
     number: int
@@ -143,7 +135,6 @@ def _backend(device: torch.device) -> str:
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
-    """Raises UserError if the machine has no GPU for the rank."""
     if device.type != "cuda":
         return device
     index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()

@@ -31,7 +31,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Group:
-    """A draw with its responses, by sample index, and their rewards."""
+    """Responses and rewards by sample index."""
 
     draw: Draw
     rollouts: tuple[Rollout, ...]
@@ -53,9 +53,7 @@ def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """The rule of one step.
-
-    num_groups: groups in the update.
+    """num_groups: groups in the update.
     max_resamples: most rounds after the first.
     spare: problems to draw next, in this order.
     """

@@ -57,12 +57,10 @@ class IdlePlan:
 class IdleFacts:
     """Sums over ranks.
 
-    ahead_seconds, train_seconds: rank-seconds.
     offered_tokens: tokens that earlier phases generated ahead for this step.
     won_seconds: rank-seconds saved by references (EngineStats); None: no tuner predicts the alternative.
     busy_ranks: rank-seconds at work / rollout_seconds.
     acceptance_before: the drafter's acceptance without this training; NaN: not measured.
-    steps_left: further policy steps of the run.
     """
 
     ahead_tokens: int

@@ -38,10 +38,6 @@ def build_idle_choice(
 
 
 class IdleTime:
-    """has_better_to_do: polled during work.
-    rest: waits for a moment between two polls.
-    """
-
     def __init__(
         self,
         work: IdleWork,

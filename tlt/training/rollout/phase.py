@@ -45,9 +45,7 @@ class StopRequested(Exception):
 
 
 class RolloutPhase:
-    """One per run and rank.
-
-    migrates: whether an idle replica takes over running responses of a busy one.
+    """migrates: whether an idle replica takes over running responses of a busy one.
     tell: None on all ranks but the leader.
     """
 
@@ -155,8 +153,8 @@ class RolloutPhase:
         training: DrafterTraining,
         idle_work: IdleWork,
     ) -> tuple[list[Group], list[ReplicaReport]]:
-        """`requests[i]` answer `draws[i]`. Returns (a group for each draw, a report for each replica), the
-        same on all ranks."""
+        """`requests[i]` answer `draws[i]`. Returns (groups by draw, reports by replica), the same on all
+        ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.queue.begin(name, len(recalled.requests))
@@ -267,7 +265,6 @@ class RolloutPhase:
         return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
-        """Units; at least one when nothing runs."""
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:

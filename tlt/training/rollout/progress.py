@@ -18,7 +18,6 @@ from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 
 WATCH_SECONDS = 1.0
 NUM_RECENT = 10
-"""Readings over which the speed is taken."""
 _DOING = {IdleUse.AHEAD: Doing.AHEAD, IdleUse.TRAIN: Doing.TRAIN, IdleUse.REST: Doing.REST}
 
 Tell = Callable[[PhaseProgress | None], None]

@@ -54,7 +54,7 @@ class Scorers(Protocol):
 
 @dataclass(frozen=True)
 class Recalled:
-    """An earlier attempt's work on a phase, and the requests that remain."""
+    """An earlier attempt's responses, and the requests that remain."""
 
     requests: Sequence[Sequence[Request]]
     """By unit. Unfinished responses carry their tokens so far."""
@@ -130,7 +130,6 @@ class DrafterTraining:
     def abandon(self) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The trained tensors, not copies."""
         return {}
 
     def counters(self) -> dict[str, Any]:

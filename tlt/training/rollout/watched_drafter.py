@@ -37,10 +37,6 @@ from tlt.training.rollout.protocol import DrafterTraining
 
 @dataclass(frozen=True)
 class Ranks:
-    """gather: returns every rank's value, on every rank.
-    average: see `Publisher`.
-    """
-
     rank: int
     gather: Callable[[Any], list[Any]]
     average: Callable[[Sequence[Tensor], float], float]
@@ -48,9 +44,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's drafter training at the end of a step.
-
-    failure: empty: none.
+    """failure: empty: none.
     is_limited: whether it stopped at MAX_PASSES with idle time left.
     """
 

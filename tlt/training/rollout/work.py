@@ -1,5 +1,4 @@
-"""One replica's work in a phase: takes units, hands running responses to idle replicas, and passes finished
-ones to scorers, drafter and journal."""
+"""One replica's work in a phase: its units, and its finished responses."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from tlt.training.rollout.work_queue import WorkQueue
 
 class ReplicaWork:
     """num_received: responses that other replicas handed over.
-    unit_size: requests of the largest group.
     gap_seconds, gap_training: see ReplicaReport.
     """
 
@@ -45,7 +43,6 @@ class ReplicaWork:
         return taken
 
     def finish(self, response_id: ResponseId) -> None:
-        """Call it for a response that is finished or handed over."""
         unit = self.unit_of.pop(response_id)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:

@@ -40,7 +40,7 @@ RACE_SECONDS = 0.0001
 """About a round trip. The loser of a race for an added unit waits up to this long times the number of
 replicas; else N replicas need N²/2 tries to take one unit each."""
 HELP_SECONDS = 0.02
-"""Least seconds between a busy replica's reads of the offers, each a round trip."""
+"""Least seconds between two reads of the offers, each a round trip."""
 
 
 class WorkQueue:

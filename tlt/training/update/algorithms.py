@@ -111,8 +111,6 @@ def importance_ratio(
     token       of that token (PPO, arXiv 1707.06347, section 3)
     sequence    (Π_t ρ_t)^(1/n) over the n tokens of its response (GSPO, arXiv 2507.18071, equation 7)
     trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
-
-    lengths: tokens of each response; responses are whole and lie one after the other.
     """
     log_ratio_T = logprobs_T - old_logprobs_T
     if level == "token":
@@ -179,7 +177,7 @@ def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
 
 
 def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
-    """The divisor of a loss over all micro-batches and ranks of an optimizer step, so that parts add up.
+    """Over all micro-batches and ranks of an optimizer step, so that parts add up.
 
     token      the tokens: all weigh the same (DAPO, arXiv 2503.14476, equation 12)
     sequence   the responses (GRPO, arXiv 2402.03300, equation 3)

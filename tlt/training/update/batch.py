@@ -1,7 +1,6 @@
 """From rollouts and rewards to responses with an advantage per token.
 
 rewards ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─▶ advantages
-(of all ranks, in canonical order; responses without a score are left out)
 """
 
 from __future__ import annotations

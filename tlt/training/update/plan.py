@@ -53,11 +53,11 @@ class Experience:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """All responses with or all without a backward pass. A key, compared by identity."""
+    """All responses with or all without a backward pass; a key, compared by identity. A dummy only keeps step
+    with other ranks: its loss is 0."""
 
     responses: tuple[Experience, ...]
     is_dummy: bool = False
-    """Computed only to keep step with other ranks: loss 0, counted nowhere."""
 
     @property
     def needs_grad(self) -> bool:
@@ -118,7 +118,7 @@ def plan_ranks(
 
 
 Shares = list[dict[int, list[int]]]
-"""By rank and family, the items."""
+"""By rank and family."""
 
 
 def _deal(
@@ -166,7 +166,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def plan_shares(
     responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Every rank's micro-batches, those with a gradient first."""
+    """Responses with a gradient come first."""
     responses = [r for r in responses if r.metric_weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]

@@ -83,12 +83,8 @@ COLDEST = 1e-6
 class PolicyTrainer:
     """Owns the optimizer of `model`. Every rank of `process_group` calls `update` with the same rollouts.
 
-    num_steps: policy steps of the whole run, for the schedule.
-    process_group: None when this process is alone.
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
-    reduces_each: see gradients.Sharded.
-
     base: a digest of the initial weights.
     """
 
@@ -202,7 +198,6 @@ class PolicyTrainer:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and Adam's moments by name, not copies."""
         return trained_tensors("policy", self.optimizer, self.trained())
 
     def counters(self) -> dict[str, Any]:
@@ -231,8 +226,7 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
-        """KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes a
-        share."""
+        """By rollout and token, float64. Every rank computes a share."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
@@ -266,8 +260,7 @@ class PolicyTrainer:
     def _accumulate(
         self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
     ) -> Totals:
-        """divisor: the minibatch's, of all ranks.
-        old: None when the policy that sampled is the current one.
+        """old: None when the policy that sampled is the current one.
         reference: None where the loss has no KL.
         """
         section, responses = self.algorithm_section, batch.responses
