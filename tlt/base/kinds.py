@@ -1,5 +1,4 @@
-"""Types of users' values, each declared once with its bounds, for configuration, commands and Python API
-alike.
+"""Types of users' values, each declared once with its bounds.
 
     MaxTokens ─┬─ pydantic ──▶ [sampling] of a file: sampling.max_tokens is 2.5; it must be a valid integer
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer

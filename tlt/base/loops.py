@@ -1,10 +1,8 @@
 """Runs loops compiled by Numba on PyTorch's own threads.
 
 A second thread pool would contend for the cores with PyTorch's threads, which spin for a while after every
-operation. So a loop runs in the OpenMP library that PyTorch has loaded (GCC's, on Linux), else on Python
-threads.
-
-A loop is a C function of a record's address. Every thread takes the record's next item until none is left.
+operation. So a loop runs in PyTorch's OpenMP library (GCC's, on Linux), else on Python threads. It is a C
+function of a record's address; every thread takes the record's next item until none is left.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Reports of ranks about engine steps and idle time, and the six records of a step, each written where it is
-measured: rollout and idle time (training/rollout/result.py), rewards, update, drafter, speedup.
+"""Reports of ranks about engine steps and idle time, and the records of a step.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """

@@ -1,8 +1,6 @@
 """The types that cross a boundary: frozen values, whose methods only derive from their fields.
 
-torch appears only in annotations; importing this file does not import it.
-
-Axes used throughout the package:
+Importing this file does not import torch. Axes used throughout the package:
     N tokens of a flat batch · B sequences · T tokens per sequence (in training/update/: response tokens)
     V vocabulary · E hidden size · H query heads · K key/value heads · D head dimension · L cache length
     S cache slots

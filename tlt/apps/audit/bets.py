@@ -1,6 +1,6 @@
 """The bets: distributions q_t, functions of the prefix alone, staked against the target's p_t.
 
-Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
+K bets · S tokens judged per step (the engine's, then one per reference fault)
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Known faults of other engines, which a verdict names.
-
-A server tells its version (`/version`) and whether it drafts (`/metrics`), but not its device, so the text
-names the device.
-"""
+"""Known faults of other engines, which a verdict names. A server does not tell its device, so the text
+does."""
 
 from __future__ import annotations
 

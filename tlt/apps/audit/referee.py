@@ -1,7 +1,4 @@
-"""The referee: the target's own probabilities, without any code of the engine.
-
-transformers runs the model; temperature and truncation are written anew here.
-"""
+"""The referee: the target's own probabilities, by transformers and without any code of the engine."""
 
 from __future__ import annotations
 

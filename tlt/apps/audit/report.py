@@ -72,7 +72,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """Undecided: nothing was found, but there are too few tokens to find a reference fault, responses are
+        """Undecided: nothing was found, but tokens are too few to find a reference fault, responses are
         missing, or an estimate speaks against the engine without convicting it."""
         if self.is_convicted:
             return "not lossless"

@@ -1,11 +1,11 @@
 """Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids.
 
-Token ids come back in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or as tokens written
-"token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text is never used:
-encoding it again need not give the sampled tokens.
-
     answer        token ids of the model ─▶ a response     anything else ─▶ UserError
     busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
+
+Ids come in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or as tokens written "token_id:17"
+(`return_tokens_as_token_ids`, older vLLM). Text is never used: encoding it again need not give the sampled
+tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures a drafter's acceptance by position, by the target's entropy and by the drafter's own confidence.
+"""Measures a drafter's acceptance by position, by the target's entropy and by the drafter's confidence.
 
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
                       └ confidence of each guess   └ entropy at its node, and whether it was accepted

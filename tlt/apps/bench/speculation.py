@@ -26,7 +26,7 @@ OFF, ADAPTIVE = "off", "adaptive"
 
 @dataclass(frozen=True)
 class Subject:
-    """prompts: (problem id, token ids)."""
+    """A model to measure. prompts: (problem id, token ids)."""
 
     model: ModelFolder
     drafter: StoredDrafter | None

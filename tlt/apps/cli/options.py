@@ -1,9 +1,6 @@
 """A command's options: a frozen class whose fields pydantic checks and the help explains.
 
-    words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
-
-Options and overrides of the configuration share a grammar (read_words) and the form of mistakes, `place:
-value; remedy`.
+words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 """
 
 from __future__ import annotations
@@ -82,7 +79,7 @@ Names = Annotated[tuple[str, ...], *_LISTED, Written("NAME,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options: frozen, unknown names refused, texts parsed by the field's type."""
+    """The base of all commands' options."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, defer_build=True

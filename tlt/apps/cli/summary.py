@@ -1,4 +1,4 @@
-"""The end of a command: its record, as a summary for people or as a line of JSON for programs.
+"""The end of a command: its record, for people or for programs.
 
 record ─┬─ stdout is a terminal ─▶ headline, then rows of names and rounded values
         └─ a pipe, a file, --json ─▶ one line of JSON, the last one on stdout
@@ -32,9 +32,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Summary:
-    """A record for people.
-
-    headline: the one thing to know.
+    """headline: the one thing to know.
     rows: values by names that say their units. A mapping is indented, a list of mappings is a table.
     """
 
@@ -47,7 +45,7 @@ Summarize = Callable[[Record], Summary]
 
 @contextlib.contextmanager
 def json_alone(is_wanted: bool) -> Iterator[None]:
-    """Sends the block's output, also of child processes, to stderr where stdout is for JSON alone."""
+    """Sends the block's output, also of child processes, to stderr: stdout is for JSON alone."""
     if not is_wanted:
         yield
         return

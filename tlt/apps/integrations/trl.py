@@ -4,8 +4,7 @@
         ▲                                                             │
         └── prompt_ids, completion_ids, logprobs, in their order ─────┘
 
-TRL's own model is the target. rollout_func is experimental, so TRL's version is pinned, and tests check
-the internals used here.
+rollout_func is experimental: TRL's version is pinned, and tests check the internals used here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Draws charts (shapes.py) with Bokeh, for screen and print, in the color-blind-safe colors of Okabe and
-Ito."""
+"""Draws charts (shapes.py) with Bokeh, for screen and print, in Okabe and Ito's color-blind-safe colors."""
 
 from __future__ import annotations
 

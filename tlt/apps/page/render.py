@@ -1,7 +1,5 @@
-"""Makes the page: the runs' records → charts and tables → one HTML file that loads nothing.
-
-A run's text is escaped by the template or as JSON: a response is text, never markup.
-"""
+"""Makes the page: the runs' records → charts and tables → one HTML file that loads nothing. A run's text is
+always escaped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Charts of figures over steps: a table of charts, and how several runs overlay.
-
-Of one run, colors tell figures apart; of several, colors tell runs apart and dashes figures.
-"""
+"""Charts of figures over steps. Of one run, colors tell figures apart; of several, runs, and dashes
+figures."""
 
 from __future__ import annotations
 

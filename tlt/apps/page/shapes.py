@@ -1,7 +1,5 @@
-"""The content of charts as plain values: lines, bars, areas, rectangles; charts.py draws them.
-
-Each shape has a label, and a color and a dash by number in the palettes of charts.py.
-"""
+"""The content of charts as plain values; charts.py draws them. Colors and dashes are numbers in its
+palettes."""
 
 from __future__ import annotations
 
@@ -15,7 +13,9 @@ from tlt.apps.page.gather import Values
 
 @dataclass(frozen=True)
 class Line:
-    """low, high: a band around it; None: unknown.
+    """A line through points.
+
+    low, high: a band around it; None: unknown.
     behind: a faint line, such as each step's value behind a moving average.
     """
 

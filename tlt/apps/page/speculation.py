@@ -1,5 +1,4 @@
-"""Charts of speculation: acceptance by depth, by the drafter's and the reference's age; strategies by batch
-size."""
+"""Charts of speculation: acceptance by depth and by age; strategies by batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's tables: a run's settings and results, the difference of two runs, every figure's range."""
+"""The page's tables of figures."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How ranks spend a step. Each instant belongs to the innermost span, or to a span in WHOLE; without a span
-it is "other".
+"""How ranks spend a step. Each instant belongs to the innermost span, or to a span in WHOLE; else it is
+"other".
 
     spans of a rank   | prefill | decode | | drafts .... |         | update |
                                               | journal |
     pieces            | prefill | decode |o| d| journal |d| other  | update |   → columns of a picture
 
-Timeline files are read in windows, found by bisection: a step costs the same in a run of any length.
+Bisection finds a step in the timeline: it costs the same in a run of any length.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepTime:
-    """pieces: by rank, in order of time, without gaps.
-    engine: engine steps by rank. Seconds count from the step's beginning.
+    """How the ranks spent a step, in seconds since its beginning.
+
+    pieces: by rank, in order of time, without gaps.
+    engine: engine steps by rank.
     """
 
     step: int

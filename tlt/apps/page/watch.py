@@ -1,8 +1,7 @@
 """Serves the page of a running run, on 127.0.0.1 alone.
 
-/ is the page, made again when a file of the runs has changed; /stamp is its version. No file is served by
-its name. A request that names another host is refused: no web page can read a run through the user's
-browser.
+/ is the page, made again when a file of the runs has changed; /stamp is its version. A request that names
+another host is refused: no web page can read a run through the user's browser.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """rows: some of the first, with the data's own column names.
+    """What is known of the user's data.
+
+    rows: some of the first, with the data's own column names.
     train_split: None: rows cannot be held out of it.
     can_verify: whether math-verify, which scores mathematics, is installed.
     is_made: whether a task makes the rows, scores them, and makes test rows.

@@ -1,4 +1,4 @@
-"""Judges whether a run fits its devices, and if not, searches for a configuration that does.
+"""Judges whether a run fits its devices.
 
 plan ─ fits? ─ yes ─▶ verdict
                no ──▶ change one key, plan again … until it fits

@@ -24,7 +24,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """rank_bytes: memory of a rank's GPU, or its share of a CPU machine; None: unknown.
+    """A run before anything is loaded.
+
+    rank_bytes: memory of a rank's GPU, or its share of a CPU machine; None: unknown.
     longest_prompt: in tokens.
     num_sharing: ranks that share a CPU machine's memory; on GPUs, 1.
     """

@@ -1,4 +1,4 @@
-"""A run of a model and data, or a task, without a configuration: facts are looked up, keys are chosen.
+"""A run of a model and data, or a task, without a configuration.
 
 --model.path M --task.data D … ─▶ Facts ─ apps/plan/choices.py ─▶ OwnRun: sections, choices, a few rows
 """

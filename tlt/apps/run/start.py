@@ -141,15 +141,15 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
 
 
 def _wait_until_heard(met: Rendezvous) -> None:
-    """Keeps the leader, which may host the store, until the other ranks know that they must end. Bounded: a
-    dead rank never answers."""
+    """The leader may host the store: it waits until the other ranks know that they must end, but not forever
+    for a dead rank."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
     while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Resumes a run from this checkpoint, once it is checked. Newer checkpoints are renamed, not removed."""
+    """Resumes a run from this checkpoint. Newer checkpoints are renamed, not removed."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -163,7 +163,7 @@ def go_back(checkpoint: Path) -> None:
 def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -> Config:
     """Refuses mistakes, prints the header, pins the names.
 
-    begun: the run that is resumed; None: a new run, or nothing is known of the old one.
+    begun: None: a new run, or nothing is known of the old one.
     goes_on: whether the run in the folder goes on, known or not.
     """
     claim(config.run.out_dir, files_of(config), goes_on)

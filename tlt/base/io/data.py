@@ -1,11 +1,11 @@
-"""Reads the user's rows as JSON records: from JSONL, Parquet, a folder, or a dataset of the Hugging Face hub.
+"""Reads the user's rows as JSON records.
 
     file.jsonl · folder of them ───────────────────────── read here ─┐
     file.parquet · folder · save_to_disk ── datasets ────────────────┼─▶ our names ─▶ (place, record)
     OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's cache ──┘
 
-The JSONL of a hub dataset is cached by commit, subset and split: ranks and later runs read it without a
-network and without `datasets`.
+Ranks and later runs read the cached JSONL (by commit, subset and split) without a network and without
+`datasets`.
 """
 
 from __future__ import annotations

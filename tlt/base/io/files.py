@@ -31,8 +31,7 @@ T = TypeVar("T")
 
 
 def check_output_file(path: Path | None, option: str) -> None:
-    """Raises UserError, before any work, for an output that could not be written at the end. Its folder need
-    not exist."""
+    """Raises UserError, before any work, for an output that could not be written at the end."""
     if path is None:
         return
     if path.is_dir():
@@ -91,7 +90,7 @@ def set_usual_mode(path: Path) -> None:
 
 @contextlib.contextmanager
 def replace_folder(path: Path, own: Sequence[str]) -> Iterator[Path]:
-    """Yields a new folder to fill, which replaces `path` at the end. A crash between the two renames leaves
+    """Yields a new folder to fill, which replaces `path` at the end; a crash between the two renames leaves
     the older folder at `.NAME.old`. Raises UserError where the folder cannot be written, or the older
     folder holds files that do not match `own`, the writer's name patterns."""
     path = path.resolve()
@@ -248,8 +247,8 @@ def refuse_endless(value: Any) -> None:
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Returns (place "file:line", record) pairs, blank lines skipped. Raises UserError for an empty file and
-    for lines other than JSON objects."""
+    """Returns (place "file:line", record) pairs. Raises UserError for an empty file and for lines other than
+    JSON objects."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # "-sig" skips some editors' byte-order mark
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
     "OWNER/NAME"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
 
-A local folder of that name goes first. Every refusal of the hub is one line.
+A local folder of that name goes first.
 """
 
 from __future__ import annotations

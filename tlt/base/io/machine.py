@@ -32,7 +32,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """torch_cuda: PyTorch's CUDA version; None: a build for CPUs.
+    """What is installed on a machine.
+
+    torch_cuda: PyTorch's CUDA version; None: a build for CPUs.
     torch_error: why PyTorch cannot be imported; empty: it can.
     compilers: name → path.
     packages: of TLT and its extras, name → version; None: not installed.

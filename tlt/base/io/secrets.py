@@ -2,8 +2,8 @@
 
     https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of HF_TOKEN
 
-Forms and lengths are as their makers document them: ordinary names may begin alike. A variable's value is
-a credential if its name says so: always for a password or token, for a …_KEY if the value looks random.
+Forms and lengths are as their makers document them. A variable's value is a credential by the variable's
+name; a …_KEY also needs a value that looks random.
 """
 
 from __future__ import annotations

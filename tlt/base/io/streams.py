@@ -1,8 +1,7 @@
-"""Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed
-(`>&-`). A command ends with one line; a run goes on without printing.
+"""Standard output that cannot be written: no reader (`| head`), a full disk, or closed (`>&-`).
 
-    reporting_stdout()    raises StdoutError        around a command
-    forgiving_output()    raises nothing            around a run in it; forgive_output() in ranks and helpers
+reporting_stdout()    raises StdoutError        around a command
+forgiving_output()    raises nothing            around a run in it; forgive_output() in ranks and helpers
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class StdoutError(OSError):
 class Guarded(io.TextIOBase):
     """Writes to another stream until that fails, then nowhere. Escapes characters that the encoding lacks.
 
-    lose: called once, with the error, when writing fails.
+    lose: called once, with the error.
     """
 
     def __init__(self, stream: TextIO | None, lose: Callable[[OSError], None]) -> None:
