@@ -1,1 +1,2 @@
-"""Problems and their scores; rewards/ scores responses in worker processes."""
+"""Problems and their scores; rewards/ scores responses in worker processes, which import neither torch nor
+transformers."""

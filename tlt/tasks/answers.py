@@ -1,10 +1,8 @@
-r"""Finds the answer that a text gives: `\boxed{…}`, `#### …`, `Answer: …`, or its last number.
+r"""Finds the answer that a text gives.
 
-    boxed     the last \boxed{…} that is closed
-    marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
-    any       marked, else the last number
-
-Reward workers run this file: it imports nothing heavy.
+boxed     the last \boxed{…} that is closed
+marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
+any       marked, else the last number
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ _NUMBER = re.compile(
 
 
 def find_answer(text: str, search: Search = "marked") -> str | None:
-    """The answer without its mark; None: there is none."""
     start, answer = _last_boxed(text)
     if search == "boxed":
         return answer
@@ -37,7 +34,7 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:
-    """(start, content) of the last closed box; (-1, None): there is none."""
+    """Returns (start, content) of the last closed box, else (-1, None)."""
     for box in reversed(list(_BOX.finditer(text))):
         if (content := _in_braces(text, box.end())) is not None:
             return box.start(), content.strip()
@@ -46,7 +43,7 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """Content of the brace at `start`; None: it is never closed. Escaped braces are text."""
+    """None: the brace is never closed. Escaped braces are text."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":
@@ -62,5 +59,4 @@ def _in_braces(text: str, start: int) -> str | None:
 
 
 def _bare(answer: str) -> str:
-    """Without emphasis and full stop."""
     return answer.strip().strip("*").strip().removesuffix(".").strip()

@@ -1,7 +1,6 @@
 """Tasks: the protocol, finding one by name, and checking its problems.
 
-A task is the user's code: an error in it becomes one line that names task and place. Reward workers run
-this file: it imports nothing heavy.
+A task is the user's code: an error in it becomes one line that names task and place.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TASK_FAMILIES = {
     "reasoning-gym": "tlt.tasks.reasoning_gym:ReasoningGym",
     "verifiers": "tlt.tasks.verifiers:Verifiers",
 }
-""""family:member" → the class that makes the task of a member."""
+""""family:member" → the class that makes the member's task."""
 
 
 @runtime_checkable
@@ -34,12 +33,12 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Returns `num` problems: dicts that survive JSON, with a unique `problem_id`, a prompt and the
-        data for scoring.
+        """Returns `num` problems: dicts that survive JSON, with a unique `problem_id`, a prompt and data
+        for scoring.
 
         The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids`
         (token ids). Equal arguments give equal problems. The option `split` is always given: "train", or
-        "test" for held-out problems, which training must not see. The other options are `task.options`.
+        "test" for problems that training must not see. Other options: `task.options`.
         """
         ...
 
@@ -51,24 +50,19 @@ class Task(Protocol):
 
 @runtime_checkable
 class PreparesRecords(Protocol):
-    """A task that also makes problems of rows of data."""
-
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the problem of a row of `task.data`, as `Task.problems` has it; None leaves the row out,
-        where an option asks for that.
+        """Returns the problem of a row of `task.data`; None leaves the row out.
 
-        record: columns as `task.columns` names them, values of JSON, and a `problem_id`.
+        record: columns as `task.columns` names them, JSON values, a `problem_id`.
 
-        Equal rows give equal problems. A problem that `prepare` or `problems` has made is returned
-        unchanged: `tlt task --out` writes files of such problems, which are data again.
+        Equal rows give equal problems. A problem made here is returned unchanged: `tlt task --out` writes
+        such files, which are data again.
         """
         ...
 
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A task that imports or builds something before its first score."""
-
     def warm_up(self, options: Mapping[str, Any]) -> None:
         """Runs once in every reward worker, before the first response and outside its time-out."""
         ...
@@ -80,8 +74,8 @@ def warm_up(task: Task, options: Mapping[str, Any]) -> None:
 
 
 def get_task(name: str) -> Task:
-    """name: a task of ours, a family's such as "reasoning-gym:chain_sum", or the user's own
-    (`tlt.base.io.plugins`). Raises UserError."""
+    """name: ours, a family's such as "reasoning-gym:chain_sum", or the user's (`tlt.base.io.plugins`).
+    Raises UserError."""
     family, colon, member = name.partition(":")
     if colon and family in TASK_FAMILIES:
         make_task: Callable[[str], Task] = get_object(f"task {name!r}", TASK_FAMILIES[family])
@@ -100,8 +94,7 @@ def get_task(name: str) -> Task:
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Returns checked problems. Raises UserError for an unknown option, any error of the task, and
-    problems that break the protocol."""
+    """Raises UserError for unknown options, any error of the task, and a broken protocol."""
     task = get_task(name)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
@@ -143,8 +136,8 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
 def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
-    """Turns (place, row) pairs into (place, problem) pairs; without `prepare` rows are problems. Equal
-    problems of one id count once. Raises UserError, which names the place."""
+    """Turns (place, row) pairs into (place, problem) pairs. Equal problems of one id count once. Raises
+    UserError."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
@@ -159,7 +152,6 @@ def prepare_records(
 
 
 def _once(problems: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Drops problems equal to an earlier one, ids included."""
     first: dict[str, Record] = {}
     for place, problem in problems:
         earlier = first.setdefault(str(problem.get("problem_id", place)), problem)
@@ -186,7 +178,7 @@ def _prepare(
 
 @contextmanager
 def _blaming(said: str, remedy: str) -> Iterator[None]:
-    """Turns any error of the user's code into a UserError; the code's own UserErrors pass."""
+    """Errors of the user's code become UserErrors."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

@@ -1,17 +1,15 @@
 """Countdown: reach a target from a few numbers, using every number exactly once.
 
-A step replaces two of the remaining numbers by their sum, difference, product or quotient; results are
-positive integers. The text a model reads and writes:
+A step replaces two numbers by their sum, difference, product or quotient, a positive integer. The text a
+model reads and writes:
 
     prompt     [2,9,16:5]                                              numbers in order, then the target
     response   16-9=7[2,7:5]7-2=5!16-9=7,7-2=5                         search, `!`, the answer's steps
     response   16+9=25[2,25:5]25-2=23x25+2=27x25*2=50x[2,9,16:5]16-9=7[2,7:5]7-2=5!16-9=7,7-2=5
 
 `x` marks a last step that missed the target. When every move of a state has failed, its parent is written
-again. Each state restates the numbers left *and* the target: the next step then depends on nearby text
-only, so that a model of a few million parameters learns the search.
-
-Reward workers run this file: it imports neither torch nor transformers.
+again. Each state restates numbers left *and* target: the next step depends on nearby text only, so that a
+model of a few million parameters learns the search.
 """
 
 import random
@@ -27,17 +25,14 @@ from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weight
 from tlt.tasks.splits import Split, split_of
 
 MAX_INTERMEDIATE = 99
-"""Largest result of a step in generated puzzles; the scorer accepts any positive integer."""
+"""Bound of generated puzzles; the scorer accepts any positive integer."""
 DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
-"""Count of numbers → weight."""
 
 _STEP = re.compile(r"([1-9][0-9]{0,5})([-+*/])([1-9][0-9]{0,5})=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Numbers ascend."""
-
     numbers: tuple[int, ...]
     target: int
 
@@ -55,7 +50,7 @@ class Puzzle:
 
 @lru_cache(maxsize=1 << 16)
 def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(step, next state), larger numbers first; one step for each distinct next state."""
+    """Returns (step, next state), larger numbers first, each next state once."""
     found: dict[tuple[int, ...], str] = {}
     for i in range(len(numbers) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
@@ -70,7 +65,6 @@ def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
-    """Values that steps make of all the numbers."""
     if len(numbers) == 1:
         return frozenset(numbers)
     return frozenset().union(*(reachable(state) for _, state in moves(numbers)))
@@ -101,8 +95,7 @@ def is_correct(puzzle: Puzzle, answer: str) -> bool:
 def draw_puzzle(
     rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int
 ) -> Puzzle:
-    """Draws a solvable puzzle: a count, then numbers, then a target in reach. Raises UserError if
-    MAX_DRAWS draws give none of the split."""
+    """Raises UserError if MAX_DRAWS draws give no puzzle of the split."""
     count = draw_count(rng, mix)
     for _ in range(MAX_DRAWS):
         numbers = tuple(sorted(rng.randint(1, max_number) for _ in range(count)))

@@ -1,4 +1,4 @@
-"""The task of a file's rows that reward functions score: it makes no problems and scores nothing."""
+"""The task of a file's rows: rewards.functions score them."""
 
 from __future__ import annotations
 

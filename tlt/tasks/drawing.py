@@ -16,11 +16,8 @@ from tlt.base.types import UserError
 
 
 def draw_alike(place: str, function: str, *arguments: Any) -> Any:
-    """Calls `function` ("module:name") with arguments and result as JSON: here where hashes are fixed,
-    else in a process of its own. Raises UserError.
-
-    place: the task, for errors.
-    """
+    """Calls `function` ("module:name") in a process of its own, unless hashes are fixed here. Arguments
+    and result are JSON. Raises UserError."""
     if not sys.flags.hash_randomization:
         mistake, drawn = _call(place, function, arguments)
     else:
@@ -49,8 +46,7 @@ def draw_alike(place: str, function: str, *arguments: Any) -> Any:
 
 
 def answer_parent() -> None:
-    """Runs in the drawing process: arguments from stdin, (mistake or "", drawn) to stdout, the task's
-    prints to stderr."""
+    """stdin has the arguments, stdout gets (mistake or "", drawn), stderr the task's prints."""
     out = os.dup(1)
     os.dup2(2, 1)
     answer = _call(*json.load(sys.stdin))

@@ -1,7 +1,7 @@
 """Whether two answers are equal as mathematics: plain numbers exactly, anything else by math-verify.
 
-math-verify compares decimals to six places, so that all tiny numbers are equal. Here a decimal equals
-numbers of its value; from six digits on it may also round a fraction or an irrational number.
+math-verify compares decimals to six places: all tiny numbers are equal. Here a decimal equals numbers of
+its value; from six digits on it may round a fraction or an irrational number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt.base.types import UserError
 from tlt.tasks.numbers import to_number
 
 ROUNDED = Fraction(1, 10**6)
-"""Rounding to six digits errs by at most five times this part of a number."""
+"""Rounding to six digits errs by at most five times this part."""
 EXACT_DIGITS = 30
 SCALES = {
     "hundred": 100,
@@ -34,7 +34,7 @@ NO_UNITS = re.compile(
     r"\b(?:and|plus|minus|times|over|out|than|not|squared|cubed|factorial|mod|modulo|sqrt|sin|cos|tan|cot|"
     r"sec|csc|log|exp|choose|half|halves|thirds?|quarters?|fifths?|percent|percentage)\b"
 )
-"""Words behind a number that are no unit."""
+"""Words that are no unit behind a number."""
 
 _FRACTION = re.compile(r"([-+]?)\\[dtc]?frac\{([\d.,]+)\}\{([\d.,]+)\}(.*)")
 _POWER = re.compile(
@@ -53,7 +53,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 class Measured:
     """A number as it is written.
 
-    digit: worth of its last digit; None: it is a fraction.
+    digit: worth of the last digit; None: a fraction.
     unit: the words behind it.
     """
 
@@ -62,13 +62,13 @@ class Measured:
     unit: str
 
     def equals(self, other: Measured) -> bool:
-        """The same number, or one a fraction that the other rounds; units, if both have one, must agree."""
+        """Whether both are one number, or one rounds the other; units, if both have one, must agree."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
         return self.value == other.value or self.rounds(other) or other.rounds(self)
 
     def rounds(self, other: Measured) -> bool:
-        """Whether this is a decimal of six digits or more that rounds the other, whose decimals never end."""
+        """Whether this decimal, of six digits or more, rounds the other, whose decimals never end."""
         if self.digit is None or self.digit >= 1 or _is_decimal(other.value.denominator):
             return False
         is_long = abs(self.value) >= self.digit / Fraction(ROUNDED * 10)
@@ -85,8 +85,8 @@ class Measured:
 
 
 def measure(text: str) -> Measured | None:
-    r"""Reads a number, perhaps with a unit: `18 dollars`, `\frac{1}{3}\text{ cm}`, `1.6\times 10^{-19}`,
-    `5 million`; None: no plain number."""
+    r"""Reads a number, perhaps with a unit: `\frac{1}{3}\text{ cm}`, `1.6\times 10^{-19}`, `5 million`;
+    else None."""
     text, unit, scale = text.strip().removesuffix(".").replace("\u2212", "-"), "", 1
     if match := _UNIT.fullmatch(text):
         behind = (match[2] or match[3] or "").lower()
@@ -132,15 +132,14 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _as_word(text: str) -> str | None:
-    """Letters alone, in lower case; None: it is no word, or so short that it may be a product of
-    variables."""
+    """None: no word, or so short that it may be a product of variables."""
     words = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").lower().rstrip(". ").split())
     return words if len(words) > 2 and words.replace(" ", "").isalpha() else None
 
 
 def _is_list(answer: str) -> bool:
-    """Whether an answer lists numbers, as `5, 5` does; math-verify takes equal ones for one. Parentheses
-    hold a function's arguments or a point."""
+    """Whether an answer lists numbers: math-verify takes equal ones, `5, 5`, for one. Commas in
+    parentheses are a function's or a point's."""
     outside = re.sub(r"\([^()]*\)", "", re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer))
     return re.search(r",|;|\b(?:and|or)\b", outside) is not None
 
@@ -151,7 +150,6 @@ def _parsed(gold: str) -> Any:
 
 
 def _as_latex(answer: str) -> str:
-    """In its own delimiters, else boxed, as math-verify finds it."""
     answer = re.sub(r"(?<=\d)\\[,!](?=\d{3}(?!\d))", "", answer)  # thousands; it would multiply
     answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
     return answer if "$" in answer.replace("\\$", "") or "\\(" in answer else f"\\boxed{{{answer}}}"
@@ -159,7 +157,7 @@ def _as_latex(answer: str) -> str:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
-    """(parse, verify), without alarms, and with numbers compared relatively."""
+    """Returns (parse, verify), without alarms, and comparing numbers relatively."""
     require_math_verify()
     import math_verify
 
@@ -211,7 +209,6 @@ def _ends(number: Any) -> bool:
 
 
 def _is_decimal(denominator: int) -> bool:
-    """Whether the decimals of a fraction end."""
     for prime in (2, 5):
         while denominator % prime == 0:
             denominator //= prime

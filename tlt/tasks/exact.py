@@ -1,8 +1,5 @@
-"""The base of tasks whose responses are right or wrong: reward 1.0 or 0.0.
-
-A subclass adds `problems`, `find` and `is_right`. Reward workers run this file: it imports neither torch
-nor transformers.
-"""
+"""The base of tasks whose responses are right (1.0) or wrong (0.0): a subclass adds `problems`, `find` and
+`is_right`."""
 
 from __future__ import annotations
 
@@ -20,20 +17,19 @@ from tlt.tasks.numbers import gold_text, to_number
 from tlt.tasks.splits import Split, check_split
 
 MAX_DRAWS = 10_000
-"""Draws without a problem of the split, after which there is taken to be none."""
+"""Then the split is taken to have no problem."""
 
 
 class ExactTask:
     name: ClassVar[str]
     search: ClassVar[Search] = "marked"
-    """Where a response has its answer (answers.py); a problem's column `search` overrides it."""
+    """Where responses have answers (answers.py); a problem's column `search` overrides it."""
 
     def rng(self, *key: object) -> random.Random:
         """Seeded by the task's name and `key`."""
         return random.Random(" ".join(map(str, (self.name, *key))))
 
     def number(self, seed: int, split: Split, problems: Iterable[Record]) -> list[Record]:
-        """Adds ids."""
         return [
             {"problem_id": f"{self.name}-{split}-{seed}-{index}", **problem}
             for index, problem in enumerate(problems)
@@ -48,7 +44,6 @@ class ExactTask:
         return self.number(seed, chosen, drawn)
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """Returns a row of `task.data` unchanged. Raises UserError if it cannot be scored."""
         try:
             self.check(record)
         except UserError as error:
@@ -66,22 +61,20 @@ class ExactTask:
         return {"reward": float(solved), "solved": solved}
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """Returns the answer, sought after any thinking; None: there is none.
+        """Returns the answer, sought after any thinking.
 
-        Optional columns of the problem: `search`, `thinking_ends`, the tag behind which the answer stands
-        ("": no such tag), and `in_thought`, whether the response begins within a thought.
+        Optional columns: `search`; `thinking_ends`, the tag before the answer ("": none); `in_thought`:
+        the response begins within a thought.
         """
         in_thought = bool(problem.get("in_thought"))
         text = after_thinking(response_text, problem.get("thinking_ends"), in_thought)
         return find_answer(text, problem.get("search", self.search))
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """Compares exact numbers."""
         return to_number(answer) == gold_number(problem)
 
 
 def gold_number(problem: Record) -> Fraction:
-    """The number in `answer`. Raises UserError where there is none."""
     if "answer" not in problem:
         raise UserError(f"no answer among the columns {sorted(problem)}; name the one that holds it answer")
     value = problem["answer"]
@@ -94,7 +87,6 @@ def gold_number(problem: Record) -> Fraction:
 
 
 def check_columns(problem: Record) -> None:
-    """Checks the columns that say where an answer is sought. Raises UserError."""
     search, tag = problem.get("search", "marked"), problem.get("thinking_ends", "")
     if search not in get_args(Search):
         raise UserError(f"search is {shorten(search)}; use one of {', '.join(get_args(Search))}")
@@ -103,7 +95,7 @@ def check_columns(problem: Record) -> None:
 
 
 def read_weights(place: str, weights: Mapping[Any, float], counts: range) -> dict[int, float]:
-    """Keys may be strings, as TOML has them. Raises UserError."""
+    """Keys may be strings, as in TOML."""
     read = {int(count): float(weight) for count, weight in weights.items()}
     if not set(read) <= set(counts) or min(read.values(), default=0) < 0 or sum(read.values()) <= 0:
         raise UserError(
@@ -117,7 +109,7 @@ def draw_count(rng: random.Random, weights: Mapping[int, float]) -> int:
 
 
 def apply(a: int, operator: str, b: int) -> int | None:
-    """`+ - * /` on positive integers; None: the result is no positive integer."""
+    """None: the result is no positive integer."""
     match operator:
         case "+":
             return a + b

@@ -35,8 +35,7 @@ Other = Literal["refuse", "skip"]
 
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
-    """The id is a digest of prompt and answer. A question that is text is put into `template`; chat
-    messages stay.
+    """The id is a digest of prompt and answer. Only questions that are text go into `template`.
 
     Raises UserError for a record without question or answer, or of another ability than math.
     """
@@ -59,12 +58,11 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
 
 
 def is_mathematics(record: Mapping[str, Any]) -> bool:
-    """By the record's `ability`, if it has one (verl's column; "MATH" in DAPO-17k)."""
+    """Asks verl's column `ability`, if there is one."""
     return str(record.get("ability") or "math").lower().startswith("math")
 
 
 def question_of(record: Mapping[str, Any]) -> str | list[Record]:
-    """Text or chat messages. Raises UserError."""
     column = next((column for column in QUESTION_COLUMNS if record.get(column)), None)
     if column is None:
         raise UserError(
@@ -82,13 +80,12 @@ def question_of(record: Mapping[str, Any]) -> str | list[Record]:
 
 
 def gold_answer(record: Mapping[str, Any]) -> str:
-    r"""What the text marks by `####`, `\boxed{}` or `Answer:`, else the whole text."""
+    """The marked answer, else the whole text."""
     _, text = _answer_column(record)
     return find_answer(text, "marked") or text.strip()
 
 
 def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
-    """(column, text). Raises UserError."""
     if isinstance(model := record.get("reward_model"), Mapping):
         column, text = "reward_model.ground_truth", model.get("ground_truth")
     else:
@@ -125,11 +122,11 @@ class Math(ExactTask):
     ) -> list[Record]:
         """Up to `num` problems of a file, in an order drawn by `seed`. Equal problems count once.
 
-        train      JSONL of records to train on, relative to the working directory
+        train      JSONL of records, relative to the working directory
         test       JSONL of held-out records; default: one question in eight of `train`, chosen by its text
-        template   the prompt, with {question} in it; a question that is chat messages stays as it is
+        template   the prompt, with {question} in it; chat messages stay as they are
         search     where a response has its answer: boxed, marked or any (answers.py)
-        other      records whose `ability` is not math, such as the code of Eurus-2-RL: refuse or skip
+        other      records whose `ability` is not math, such as Eurus-2-RL's code: refuse or skip
         """
         require_math_verify()
         checked = check_split(self.name, split)
@@ -150,7 +147,7 @@ class Math(ExactTask):
         return chosen[:num]
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """A problem made here is returned unchanged. Options: template, search and other."""
+        """A problem made here is returned unchanged."""
         defaults = {"template": INSTRUCTION, "search": "marked", "other": "refuse"}
         if unknown := set(options) - set(defaults):
             raise UserError(
@@ -171,11 +168,11 @@ class Math(ExactTask):
         check_columns(problem)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy, which takes a second or more."""
+        """Imports math-verify and sympy: a second or more."""
         is_equal("x+1", "1+x")
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """A problem of the user's own has its answer in a column that `gold_answer` reads."""
+        """Rows of `task.data` may have their answer in any column that `gold_answer` reads."""
         return is_equal(gold_answer(problem), answer)
 
 

@@ -12,8 +12,6 @@
 
 A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum",
 …}
-
-Reward workers run this file: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -32,20 +30,17 @@ from tlt.tasks.base import PreparesRecords, get_task, make_problems, warm_up
 class MixturePart:
     name: str
     weight: float
-    """Relative to the sum of all weights."""
     options: Mapping[str, Any]
     label: str
-    """Prefix of its problem ids, and its name in metrics.jsonl."""
 
 
 class Mixture:
     def problems(
         self, num: int, seed: int, split: str, tasks: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems, evenly mixed; shares are rounded so that they sum to `num`.
+        """Shares are rounded so that they sum to `num`.
 
-        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; all parts have the
-            mixture's seed.
+        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]
         """
         parts = _read_parts(tasks)
         quotas = divide(num, [part.weight for part in parts])
@@ -64,7 +59,7 @@ class Mixture:
         return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
 
     def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a problem that `tlt task` has written. Raises UserError if its task cannot score it."""
+        """Raises UserError unless `tlt task` has written the problem, and its task can score it."""
         if not all(isinstance(record.get(key), str) for key in ("task", "scored_by")):
             raise UserError(
                 "task mixture: has no task and scored_by; give problems that tlt task mixture has written"
@@ -78,7 +73,7 @@ class Mixture:
             warm_up(get_task(part.name), part.options)
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """Scores by the task that made the problem, which gets it as it made it."""
+        """The task that made the problem gets it as it made it."""
         own = {key: value for key, value in problem.items() if key not in ("task", "scored_by")}
         own["problem_id"] = str(problem["problem_id"]).removeprefix(f"{problem['task']}/")
         return get_task(problem["scored_by"]).score(own, response_text)
@@ -88,8 +83,7 @@ TASK = Mixture()
 
 
 def divide(num: int, weights: Sequence[float]) -> list[int]:
-    """Hamilton's method: shares are rounded down; the largest remainders, the first of equal ones, get one
-    more."""
+    """Hamilton's method: the largest remainders, the first of equal ones, get one more."""
     total = sum(weights)
     shares = [num * weight / total for weight in weights]
     quotas = [int(share) for share in shares]

@@ -1,7 +1,6 @@
 r"""Reads the exact number that a text is: `-1,234.5`, `3/4`, `3 1/2`, `\$12`, `1.6e-19`.
 
-A comma or a space separates thousands only where groups of three digits follow: `1,2` is no number. Reward
-workers run this file: it imports nothing heavy.
+A comma or a space separates thousands only before groups of three digits: `1,2` is no number.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import re
 from fractions import Fraction
 
 WHOLE = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)"
-"""Digits, with or without thousands separators."""
 LONGEST = 1000
-"""Characters; a longer text is no number."""
+"""A longer text is no number."""
 
 _DECIMAL = rf"(?:{WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _EXACT = re.compile(rf"([-+]?)(?:(\d+) +(?=\d+/\d+$))?({_DECIMAL})(?:/({_DECIMAL}))?")
@@ -37,8 +35,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 def gold_text(value: object) -> str | None:
-    """None: neither text nor a finite number. A float gets the 15 digits that every decimal keeps in it:
-    0.1 + 0.2 is 0.3."""
+    """None: neither text nor a finite number. A float gets 15 digits: 0.1 + 0.2 is 0.3."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -2,11 +2,9 @@
 
     --task.name reasoning-gym:chain_sum --task.options.max_terms 4
 
-A problem records the options, seed and index that make it again: some generators keep metadata that do not
-survive JSON. A question's split follows from its text alone: a generator that repeats itself under another
-seed puts no test question into training.
-
-Some generators iterate over sets. So problems are drawn, and reward workers run, with PYTHONHASHSEED=0.
+A problem records how to make it again: some metadata do not survive JSON. A question's split follows from
+its text: a generator that repeats itself under another seed puts no test question into training. Problems
+are drawn and scored under PYTHONHASHSEED=0, since some generators iterate over sets.
 """
 
 from __future__ import annotations
@@ -37,11 +35,10 @@ TEMPLATES = {
     "boxed": "{question}\n\nPut the final answer into \\boxed{}.",
     "whole": "{question}",
 }
-r"""By where the answer is sought: the last <answer>…</answer>, the last \boxed{…}, or the whole response."""
 
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
-"""Fields of a generator's configuration that users do not set."""
+"""Users do not set these fields of a generator's configuration."""
 
 
 class Drawn(NamedTuple):
@@ -49,11 +46,10 @@ class Drawn(NamedTuple):
     answer: str | None
     """None: the generator has none."""
     made_by: dict[str, Any]
-    """Options, seed, size and index."""
 
 
 class ReasoningGym:
-    """One generator; rewards are its scores, from 0 to 1. Raises UserError for an unknown name."""
+    """Raises UserError for an unknown name."""
 
     def __init__(self, name: str) -> None:
         generators = _generators()
@@ -73,13 +69,10 @@ class ReasoningGym:
         solved_at: float = 1.0,
         **options: Any,
     ) -> list[dict[str, Any]]:
-        """Returns `num` problems with different questions.
-
-        answer_in   where the response has its answer: "tag", "boxed" or "whole"
+        """answer_in   where the response has its answer: "tag", "boxed" or "whole"
         template    the prompt, with {question} in it; default: that of TEMPLATES
         solved_at   the least score of a solved problem
-        options     those of the generator's configuration
-        """
+        options     the generator's"""
         place = f"task reasoning-gym:{self.name}"
         if answer_in not in TEMPLATES:
             raise UserError(f"{place}: answer_in is {answer_in!r}; it must be one of {', '.join(TEMPLATES)}")
@@ -103,7 +96,6 @@ class ReasoningGym:
         ]
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """0 where the answer is missing or unreadable."""
         settings = _settings(problem["made_by"])
         entry = _make_entry(self.name, settings, problem["made_by"]["index"])
         if entry["question"] != problem["question"]:
@@ -121,7 +113,7 @@ class ReasoningGym:
 
 
 def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """`num` different questions of a split, the same in every process."""
+    """Questions differ, and are the same in every process."""
     _check_options(name, options)
     function = f"{__name__}:_draw_here"
     drawn = draw_alike(f"task reasoning-gym:{name}", function, name, num, seed, split, options)
@@ -129,7 +121,6 @@ def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[
 
 
 def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Raises UserError where the generator seems to have fewer questions."""
     share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
     first = int(digest(f"{name}/{seed}"), 16) % 2**31  # entry i depends on seed + i: 0 and 1 would overlap
     found: dict[str, Drawn] = {}
@@ -152,7 +143,7 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
 
 
 def _generators() -> Mapping[str, Any]:
-    """name → (data set, configuration), without the generator that mixes others."""
+    """name → (data set, configuration)"""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -176,13 +167,12 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _settings(source: Mapping[str, Any]) -> str:
-    """A key for the caches."""
     return json.dumps({**source["options"], "seed": source["seed"], "size": source["size"]}, sort_keys=True)
 
 
 @lru_cache(maxsize=8)
 def _make_dataset(name: str, settings: str) -> Any:
-    """Lists become tuples where the configuration has tuples. Raises UserError for refused options."""
+    """Lists become tuples where its configuration has tuples. Raises UserError for refused options."""
     dataset, config = _generators()[name]
     defaults, values = config(), json.loads(settings)
     for option, value in values.items():
@@ -201,7 +191,7 @@ def _make_dataset(name: str, settings: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
-    """Cached, since a group's samples share it. A generator's prints are dropped."""
+    """Cached: a group's samples share an entry. The generator's prints are dropped."""
     with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry
@@ -238,7 +228,7 @@ def _is_same_chance(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _makes_24(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Uses each number of the puzzle once."""
+    """Each number of the puzzle is used once."""
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]", answer):
         return False
@@ -254,7 +244,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def _value(formula: ast.expr) -> Fraction:
-    """Whole numbers and the four operations. Raises ValueError for any other formula."""
+    """Raises ValueError beyond whole numbers and the four operations."""
     match formula:
         case ast.Constant(value=int(number)):
             return Fraction(number)
@@ -270,5 +260,5 @@ CORRECTED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "game_of_life_halting": _is_same_word,
     "puzzle24": _makes_24,
 }
-"""Replace the library's scores, which at 0.1.25 pay "0" for any chance, any text for a game that halts or
-not, and one solution for all puzzles."""
+"""The library's scores, at 0.1.25, pay "0" for any chance, any text for a game that halts or not, and one
+solution for all puzzles."""

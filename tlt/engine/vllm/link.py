@@ -38,8 +38,8 @@ _ENVIRONMENT = {
 
 
 def needs_own_process() -> bool:
-    """vLLM's worker cannot share a process that has a process group, or has loaded numba (as vLLM's n-gram
-    drafter does), whose objects break vLLM's search for kernels."""
+    """vLLM's worker cannot share a process with a process group, or with numba (of vLLM's n-gram drafter),
+    whose objects break vLLM's search for kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
@@ -113,13 +113,13 @@ class Link:
         self._scheduler.num_to_draft = depth
 
     def verified(self, name: str) -> Verified:
-        """The draft that the latest step verified. vLLM's second runner keeps its tokens on the device:
-        here they are -1."""
+        """The draft that the latest step verified. Its tokens are -1 in vLLM's second runner, which keeps
+        them on the device."""
         found: Verified = self._scheduler.verified.get(self._internal_ids[name], Verified())
         return found
 
     def take_preemptions(self) -> int:
-        """Preemptions since the last call."""
+        """Counts since the last call."""
         found, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         return found
 
@@ -132,15 +132,13 @@ class Link:
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
-        """Frees memory until the next policy is loaded: vLLM's weights and caches on GPUs, captured
-        features on a CPU."""
+        """Frees vLLM's weights and caches (GPUs) or captured features (CPU), until the next policy."""
         if self.captures:
             self.call("tlt_release")
         if self.device.type == "cuda":
             self.weights.sleep()
 
     def record(self, records: bool) -> list[Recorded]:
-        """Starts or stops recording the law's draws; returns the draws so far."""
         return self.call("tlt_record", records)[0] or []
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
@@ -150,7 +148,6 @@ class Link:
 
     @contextmanager
     def _naming_dead_workers(self) -> Iterator[None]:
-        """Raises RuntimeError that names the dead worker process behind a failed call."""
         executor = self._engine.engine_core.engine_core.model_executor
         processes = [] if self.settings.is_in_process else [worker.proc for worker in executor.workers]
         try:
@@ -173,7 +170,8 @@ class Link:
 
 
 def quieten() -> None:
-    """vLLM logs while it is imported, before it sets its level. Its FutureWarnings are for its authors."""
+    """Sets the level early, since vLLM logs while it is imported. vLLM's FutureWarnings are for its
+    authors."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 

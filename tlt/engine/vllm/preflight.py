@@ -22,11 +22,11 @@ def check_vllm(
     num_engines: int = 1,
     is_in_group: bool = False,
 ) -> None:
-    """Raises UserError for a vLLM engine that could not work.
+    """Raises UserError.
 
     device: "cpu" or "cuda".
     num_engines: on this machine.
-    is_in_group: this process has a process group, so that vLLM's worker needs its own process.
+    is_in_group: a process group exists, so that vLLM's worker needs its own process.
     """
     check_installed()
     check_speculation(speculation, has_learned)

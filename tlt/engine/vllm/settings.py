@@ -14,7 +14,6 @@ from tlt.engine.vllm.inside.law import DEFAULT_TAU
 from tlt.engine.vllm.transfer import Way, choose_way
 
 CPU_KV_GIB = 1.0
-"""Default for keys and values on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,15 @@ class VllmSettings:
     """For keys and values; None: vLLM's share of a GPU, CPU_KV_GIB on a CPU."""
     section: VllmSection = field(default_factory=VllmSection)
     drafter: Mapping[str, Any] | None = None
-    """The drafter's part of vLLM's speculative_config, a block drafter's with its length; None: no
-    speculation."""
+    """Its part of vLLM's speculative_config, a block drafter's with its length; None: no speculation."""
     depths: tuple[int, ...] = (0,)
     """Draft lengths to choose from, rising from 0."""
     tau: float = DEFAULT_TAU
     """See LawTable."""
     captures: bool = False
-    """Whether features are captured for the drafter's training."""
+    """Features are captured for the drafter's training."""
     own_process: bool = False
-    """The worker is a process of its own even on one device (`needs_own_process`)."""
+    """See `needs_own_process`."""
     device_index: int = 0
     """Of this process's GPU, or of its group of tensor_parallel GPUs."""
 
@@ -52,17 +50,14 @@ class VllmSettings:
 
     @property
     def way(self) -> Way:
-        """Raises UserError where the user's choice is not possible."""
+        """Raises UserError where the user's choice is impossible."""
         is_cuda = torch.cuda.is_available()
         return choose_way(self.section, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
 
 
 def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int]) -> dict[str, Any] | None:
-    """Names every draft length in `depths`, so that vLLM captures graphs for it.
-
-    vLLM takes lengths by batch size; scheduler.py overwrites these. A block drafter names its own length,
-    which vLLM's second runner always drafts.
-    """
+    """vLLM captures graphs for the lengths named here, by batch size; scheduler.py overwrites these. A
+    block drafter names its own length, which vLLM's second runner always drafts."""
     if drafter is None:
         return None
     return {

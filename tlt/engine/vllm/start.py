@@ -69,8 +69,8 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """This engine's GPUs and its share of their memory. vLLM's default, nine tenths of all, ignores the
-    trained policy, which is there already."""
+    """vLLM's default share of memory, nine tenths of all, ignores the trained policy, which is there
+    already."""
     size = settings.section.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)

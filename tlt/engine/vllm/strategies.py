@@ -11,12 +11,10 @@ from tlt.speculation.tuner.tuner import check_depth, default_arms
 
 
 def check_speculation(speculation: str, has_learned: bool) -> None:
-    """Raises UserError for a speculation that vLLM cannot carry out."""
     draft_depths(speculation, vllm_kinds(speculation, has_learned), 1)
 
 
 def check_form(method: Method) -> None:
-    """Raises UserError for a drafter that vLLM cannot run under our law."""
     if method == "dspark":
         raise UserError(
             "drafter: engine vllm drafts with no dspark drafter under our law (vLLM has them on GPUs alone); "
@@ -25,7 +23,7 @@ def check_form(method: Method) -> None:
 
 
 def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
-    """The kind of drafter that vLLM is started with, at most one; (): vLLM drafts nothing."""
+    """At most one kind; (): vLLM drafts nothing."""
     if speculation == "off":
         return ()
     kind = "learned" if has_learned else "ngram"
@@ -44,8 +42,7 @@ def vllm_kinds(speculation: str, has_learned: bool) -> tuple[str, ...]:
 def draft_depths(
     speculation: str, kinds: Sequence[str], max_draft_tokens: int, block: int = Strategy.MAX_DEPTH
 ) -> tuple[int, ...]:
-    """Draft lengths to choose from, rising from 0. Raises UserError for trees, and for drafts longer than
-    a block.
+    """Lengths rise from 0. Raises UserError for trees, and for drafts longer than a block.
 
     block: most tokens that the drafter drafts.
     """

@@ -1,10 +1,8 @@
 """Carries the tensors of a weight update to vLLM's workers.
 
-    direct    a worker in this process               the tensors as they are
-    host      worker processes                       a safetensors file in shared memory; digests are compared
-    ipc       one worker process, on the same GPU    vLLM's weight transfer: the worker reads our GPU memory
-
-vLLM's transfer between GPUs (nccl) is not used: a rank's vLLM computes on the rank's own GPU.
+direct    a worker in this process               the tensors as they are
+host      worker processes                       a safetensors file in shared memory; digests are compared
+ipc       one worker process, on the same GPU    vLLM's weight transfer: the worker reads our GPU memory
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Way = Literal["direct", "host", "ipc"]
 
 
 def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> Way:
-    """Raises UserError where the user asks for `ipc` and it is impossible.
+    """Raises UserError for an impossible `ipc`.
 
     has_own_worker: vLLM's workers are processes of their own.
     """
@@ -50,13 +48,11 @@ def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> 
 
 
 class Call(Protocol):
-    """Calls a method of every worker."""
-
     def __call__(self, name: str, *arguments: Any) -> list[Any]: ...
 
 
 class Carrier(Protocol):
-    """Carries an update part by part: tensors by Hugging Face names."""
+    """Parts are tensors by Hugging Face names."""
 
     def begin(self, is_drafter: bool) -> None: ...
 
@@ -80,8 +76,6 @@ class Direct:
 
 
 class ThroughHost(Direct):
-    """Writes a part to shared memory, and compares digests on arrival."""
-
     def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
@@ -93,10 +87,10 @@ class ThroughHost(Direct):
 
 
 class SharedGpu:
-    """Lets vLLM's one worker read this process's GPU memory (CUDA IPC).
+    """vLLM's one worker reads this process's GPU memory (CUDA IPC).
 
     It shares copies, which nobody writes to. Each is kept as long as vLLM may read it: until the call
-    returns, or until the update ends where vLLM has buffered some of the part for an incomplete layer.
+    returns, or until the update ends where vLLM has buffered some of a part for an incomplete layer.
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
@@ -124,7 +118,6 @@ class SharedGpu:
         torch.cuda.ipc_collect()
 
     def _shared(self, copies: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The form that vLLM's transfer takes."""
         return {
             "names": list(copies),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in copies.values()],
@@ -133,7 +126,7 @@ class SharedGpu:
         }
 
     def _check(self) -> None:
-        """Raises UserError unless the worker can read this memory: some machines and containers forbid it."""
+        """Raises UserError: some machines and containers forbid it."""
         copies = {"tried": torch.arange(1 << 12, device=self.device)}
         try:
             arrived = self.call("tlt_try_shared", self._shared(copies))
@@ -146,7 +139,6 @@ class SharedGpu:
 
 
 def make_carrier(way: Way, call: Call, device: torch.device) -> Carrier:
-    """device: this process's own."""
     if way == "ipc":
         return SharedGpu(call, device)
     return Direct(call) if way == "direct" else ThroughHost(call)

@@ -29,8 +29,8 @@ class Weights:
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Yields the function that takes a policy's parts: tensors by Hugging Face names.
 
-        At the end the old policy's caches are dropped. Where the head's weights can still be read, it is
-        checked that the head computes with the new weights (worker.py, tlt_settle).
+        At the end the old policy's caches are dropped, and the head is checked to compute with the new
+        weights, where these can still be read (worker.py, tlt_settle).
         """
         self._wake()
         with self._loading(is_drafter=False) as load:

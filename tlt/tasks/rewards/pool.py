@@ -29,13 +29,13 @@ from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, 
 from tlt.tasks.rewards.worker import Worker, WorkerLost
 
 MAX_LOST_WITH = 2
-"""Workers lost over a call, after which its responses have no score."""
+"""After as many workers lost over a call its responses have no score."""
 MAX_LOST_BEFORE = 3
-"""The same, lost before they take the call up."""
+"""The same for workers lost before they take the call up."""
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
-    """Means over the scored responses; the others are counted."""
+    """Means are over the scored responses."""
     scored = [reward for reward in rewards if reward.is_scored]
     errors = [reward.error for reward in rewards if not reward.is_scored]
     of_tasks = [reward for reward in scored if reward.task]
@@ -55,14 +55,12 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
 
 
 def _bounded(metrics: dict[str, float]) -> dict[str, float]:
-    """The first `MAX_METRICS` figures, and the number left out."""
     if (num_more := len(metrics) - MAX_METRICS) <= 0:
         return metrics
     return {**dict(islice(metrics.items(), MAX_METRICS)), "names left out": float(num_more)}
 
 
 def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Means by name, over the records that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -71,11 +69,7 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
-    """Raises UserError where no response could be scored: the task is at fault, and nothing can be
-    learned.
-
-    where: a run's first step or evaluation.
-    """
+    """Raises UserError where no response could be scored: the task is at fault."""
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
@@ -85,7 +79,7 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 
 def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
-    """A line about each reward function that gives all responses the same. No error: a hard task may begin
+    """Names reward functions that give all responses the same: no error, since a hard task may begin
     without any reward."""
     scored = [reward.parts for reward in rewards if reward.is_scored]
     if len(scored) < 2:
@@ -105,19 +99,16 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Pending:
-    """A response without a reward yet."""
-
     response: Completion
     parts: dict[bool, Reward] = field(default_factory=dict)
-    """By source: reward functions (True) or the task's own score."""
+    """True: the reward functions'; False: the task's own score."""
 
 
 class RewardPool:
-    """Used from one thread; `submit` and `complete` never wait.
+    """Scores responses in worker processes. Used from one thread; `submit` and `complete` never wait.
 
     num_workers: 0 scores inside `submit` and `complete`, without time-out, to debug a task.
-    timeout_seconds: of one response, from the moment a worker takes it up; a group of n has n times as
-        long.
+    timeout_seconds: of a response, once a worker takes it up; a group of n has n times as long.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
@@ -142,7 +133,7 @@ class RewardPool:
         token_ids: Sequence[int] = (),
         step: int = 0,
     ) -> None:
-        """Queues a response for its task's own score. Reward functions wait for `complete`.
+        """Queues a response for its task's own score.
 
         step: updates behind the policy that wrote it.
         """
@@ -154,7 +145,7 @@ class RewardPool:
             self._queue(Job((response_id,), Call((response,), False)))
 
     def complete(self, group: Sequence[ResponseId]) -> None:
-        """Queues a submitted group for the reward functions, in this order; without any it does nothing."""
+        """Queues a submitted group for the reward functions, if any."""
         if self.by_group:
             responses = tuple(self._pending[response_id].response for response_id in group)
             self._queue(Job(tuple(group), Call(responses, True)))
@@ -171,7 +162,7 @@ class RewardPool:
             self._done.put((job, self._scorer.answer(job.call)))
 
     def collect(self) -> dict[ResponseId, Reward]:
-        """New rewards, without waiting."""
+        """Returns without waiting."""
         rewards: dict[ResponseId, Reward] = {}
         with contextlib.suppress(Empty):
             while True:
@@ -179,10 +170,10 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
-        """Waits for everything submitted. A call takes its time-out at most twice, and the start of a
-        worker where one has died.
+        """Waits for everything submitted. A call takes at most two time-outs, and the start of a worker
+        where one has died.
 
-        patience: seconds, then UserError names unscored responses; infinite where no other rank waits.
+        patience: seconds until UserError; infinite where no other rank waits.
         """
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
         rewards: dict[ResponseId, Reward] = {}
@@ -202,7 +193,7 @@ class RewardPool:
         )
 
     def abandon(self) -> None:
-        """Forgets everything submitted. A call under way goes on, to its second time-out at most."""
+        """A call under way goes on, to its second time-out at most."""
         self._pending.clear()
         while True:
             try:
@@ -231,8 +222,7 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
-        """Waits for a result; returns the rewards that it completes, but of no abandoned or withdrawn
-        response. Raises Empty after `timeout` seconds."""
+        """Leaves out abandoned and withdrawn responses. Raises Empty."""
         job, result = self._done.get(timeout=timeout)
         rewards: dict[ResponseId, Reward] = {}
         for number, (response_id, response) in enumerate(
@@ -263,7 +253,6 @@ class RewardPool:
         place.leave()
 
     def _answer(self, call: Call, place: _Place) -> list[Reward]:
-        """Tries again where the worker was lost."""
         lost_with = lost_before = 0
         while True:
             try:
@@ -280,7 +269,6 @@ class RewardPool:
                     return call.refused(f"{loss}; {told}")
 
     def _start(self) -> Worker:
-        """Raises _Closed once the pool is closed, and OSError."""
         with self._lock:
             if self._is_closed:
                 raise _Closed
@@ -294,9 +282,9 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first call and replaced when killed.
+    """A thread's worker, started ahead of its first call and replaced when killed.
 
-    The first death starts a spare, too: a task that imports much takes longer to start than to score.
+    The first death starts a spare: a task that imports much takes longer to start than to score.
     """
 
     def __init__(self, start: Callable[[], Worker]) -> None:
@@ -305,7 +293,6 @@ class _Place:
         self._spare: Worker | None = None
 
     def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
-        """Raises WorkerLost, and the errors of `start`."""
         worker = self._worker = self._worker or self._start()
         try:
             return worker.answer(call, timeout_seconds)

@@ -1,13 +1,12 @@
 """The score of a response: its task's own, the weighted sum of reward functions, or both.
 
-A task scores each response alone, a reward function a group, called as TRL calls it (1.16,
+A task scores each response alone, a reward function a group, called as by TRL (1.16,
 `GRPOTrainer._calculate_rewards`):
 
     f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
     [float | None, float | None]
 
-Both are the user's code: an exception becomes the error of the call's responses. Reward workers run this
-file: it imports nothing heavy.
+Both are the user's code: an exception becomes the error of the call's responses.
 """
 
 from __future__ import annotations
@@ -31,31 +30,29 @@ if TYPE_CHECKING:
     import asyncio
 
 OWN_SCORE = "task"
-"""A task's own score among the reward functions."""
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
-"""The first that a problem has becomes the argument `prompts`."""
+"""The first key that a problem has becomes the argument `prompts`."""
 
 NOT_COLUMNS = (*PROMPT_KEYS, "completion", "completion_ids")
 
 MAX_METRICS, MAX_NAME = 100, 100
-"""Names that `log_metric` may have in a group, and of a step in the records; characters of a name."""
+"""Names of `log_metric` in a group, and in a step's record; characters of a name."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """How responses are scored; values survive JSON."""
+    """The rule of scoring; its values survive JSON."""
 
     task: str
-    """Ours, or the user's own (`tlt.base.io.plugins`)."""
+    """A task of ours, or the user's (`tlt.base.io.plugins`)."""
     functions: Sequence[str] = ()
-    """The user's, named likewise, and "task" for the task's own score; empty: that alone."""
+    """The user's, and "task" for the task's own score; empty: that alone."""
     weights: Sequence[float] = ()
-    """Of the functions; empty: 1 each."""
+    """Empty: 1 for each function."""
     solved_at: float = 1.0
-    """Least reward of a solved response, unless the task's own score counts."""
+    """Least reward of a solved response where the task's own score does not count."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The task's, for its warm-up."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,12 @@ class Call(NamedTuple):
     is_group: bool
 
     def refused(self, why: str) -> list[Reward]:
-        """An answer without scores."""
         return [Reward(0.0, False, why, task=_task_of(response)) for response in self.responses]
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of transformers' TrainerState that reward functions are given."""
+    """The part of transformers' TrainerState that reward functions get."""
 
     global_step: int
 
@@ -95,14 +91,14 @@ class RewardFunction:
     call: Callable[..., Any] = field(repr=False)
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """The offered arguments that the function takes; all where it has **kwargs."""
+        """A function with **kwargs takes all."""
         parameters = inspect.signature(self.call).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return dict(offered)
         return {name: offered[name] for name in parameters if name in offered}
 
     def check(self, offered: Mapping[str, Any]) -> None:
-        """Raises UserError where the function needs an argument that is not offered."""
+        """Raises UserError for an argument that is not offered."""
         try:
             inspect.signature(self.call).bind(**self.arguments(offered))
         except TypeError as error:
@@ -117,10 +113,9 @@ class Unscorable(Exception):
 
 
 class Scorer:
-    """Raises UserError for an unknown task or function.
+    """Scores responses by a RewardSpec. Raises UserError for an unknown task or function.
 
-    Coroutines of reward functions share an event loop that lives as long as the scorer: clients keep their
-    connections.
+    Coroutines share an event loop that lives as long as the scorer: clients keep their connections.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -137,28 +132,25 @@ class Scorer:
 
     @property
     def scores_alone(self) -> bool:
-        """Whether the task's own score counts."""
         return not self.spec.functions or self.own_weight is not None
 
     @property
     def by_group(self) -> bool:
-        """Whether reward functions count, which need whole groups."""
         return bool(self.functions)
 
     def check(self, problem: Mapping[str, Any]) -> None:
-        """Raises UserError where a reward function needs an argument that this problem does not offer."""
+        """Raises UserError for an argument that this problem does not offer."""
         offered = _offer([Completion(dict(problem), "")], {})
         for function in self.functions:
             function.check(offered)
 
     def score(self, group: Sequence[Completion]) -> list[Reward]:
-        """Rewards of a group, with an error where there is no score."""
         alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
         together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
         return [self.combine(*parts) for parts in zip(alone, together, strict=True)]
 
     def answer(self, call: Call) -> list[Reward]:
-        """Each response's part of its reward; `combine` joins the parts."""
+        """Returns a part of each reward; `combine` joins the parts."""
         try:
             if call.is_group:
                 return self._score_by_functions(call.responses)
@@ -169,10 +161,10 @@ class Scorer:
             return [_unscored(response, error) for response in call.responses]
 
     def combine(self, alone: Reward | None, together: Reward | None) -> Reward:
-        """Joins a response's parts. None: the rule has no such part.
+        """Joins a response's parts.
 
-        alone: the task's own score.
-        together: the weighted sum of the functions' rewards.
+        alone: the task's own score; None: it does not count.
+        together: the functions' weighted sum; None: there are none.
         """
         found = [part for part in (together, alone) if part is not None]
         failed = next((part for part in found if part.error), None)
@@ -209,7 +201,6 @@ class Scorer:
         ]
 
     def _weigh(self, response: Completion, given: Sequence[Any], metrics: Mapping[str, float]) -> Reward:
-        """The weighted sum of a response's rewards, None left out."""
         pairs = [(f, reward) for f, reward in zip(self.functions, given, strict=True) if reward is not None]
         try:
             parts = {f.name: _to_number(reward, f"{f.name}: ") for f, reward in pairs}
@@ -219,7 +210,7 @@ class Scorer:
         return Reward(total, False, "", parts, metrics, _task_of(response))
 
     def _call_functions(self, offered: Mapping[str, Any], num: int) -> list[list[Any]]:
-        """`num` rewards of each function. Coroutines run side by side."""
+        """Coroutines run side by side."""
         results = [_attempt(function, offered) for function in self.functions]
         awaited = iter(self._await([result for result in results if inspect.isawaitable(result)]))
         given = []
@@ -238,7 +229,6 @@ class Scorer:
         return given
 
     def _await(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
-        """Results and exceptions."""
         if not awaitables:
             return []
         import asyncio  # only here: without it a worker starts a third faster
@@ -250,7 +240,7 @@ class Scorer:
 
 
 def score_by_task(task: Task, response: Completion) -> tuple[float, bool]:
-    """(reward, solved). Raises Unscorable."""
+    """Returns (reward, solved). Raises Unscorable."""
     try:
         result = task.score(response.problem, response.text)
     except (Exception, SystemExit) as error:
@@ -276,7 +266,7 @@ def _task_of(response: Completion) -> str:
 
 
 def _unscored(response: Completion, error: BaseException) -> Reward:
-    """Ctrl-C is no reason: a worker handles it itself."""
+    """KeyboardInterrupt is no reason: a worker handles it itself."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     why = hide(str(error)) if isinstance(error, Unscorable) else describe(error)
@@ -284,8 +274,8 @@ def _unscored(response: Completion, error: BaseException) -> Reward:
 
 
 def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
-    """All arguments that a reward function may take. A column is None where a problem lacks it.
-    `log_metric` adds to `logged`; `log_extra` does nothing, as no table of completions is kept."""
+    """A column is None where a problem lacks it. `log_extra` does nothing: no table of completions is
+    kept."""
     problems = [response.problem for response in group]
     prompts = [_prompt_of(problem) for problem in problems]
     columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]
@@ -311,8 +301,7 @@ def _completion(prompt: Any, text: str) -> Any:
 
 
 def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:
-    """The name goes into the run's records, so it is short and without credentials. Raises ValueError for
-    too many names."""
+    """Names go into the run's records: short, and without credentials. Raises ValueError for too many."""
     text = hide(" ".join(visible(str(name)).split()))
     text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
     if text not in logged and len(logged) == MAX_METRICS:
@@ -345,14 +334,14 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _short_names(functions: Iterable[str]) -> dict[str, str]:
-    """Function → the object's name; with its module where two names are equal."""
+    """Adds the module where two names are equal."""
     short = {function: function.rpartition(":")[2] for function in functions}
     counts = Counter([OWN_SCORE, *short.values()])
     return {function: name if counts[name] == 1 else function for function, name in short.items()}
 
 
 def _to_number(value: Any, place: str = "") -> float:
-    """Finite; text is no number. Raises Unscorable."""
+    """Raises Unscorable unless the number is finite; text is none."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -3,8 +3,8 @@
     parent    Worker.answer ─▶ pipe: ScoreRequest ─▶ Scorer.answer
     worker    ready, or an error ◀─ run_worker() ─▶ pipe: ScoreAnswer, for every request
 
-A worker is lost, and killed, when it dies, is late, or sends a message that is no answer to its request.
-Each has its own pipe, so that the parent knows the call of a lost worker.
+A worker that dies, is late, or sends no answer to its request is lost, and killed. Each has its own pipe,
+which tells the call of a lost worker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from tlt.base.types import Reward
 from tlt.tasks.rewards.scoring import Call, RewardSpec, Scorer
 
 START_SECONDS = 120.0
-"""For a worker to start and to import its task."""
 EXIT_SECONDS = 5.0
-"""For a worker to end after it has closed its pipe; its exit code goes into the error."""
+"""The exit code of a worker that closes its pipe goes into the error."""
 NO_ANSWER = "the worker's pipe brought what is no answer to the request"
 
 
@@ -40,7 +39,7 @@ class ScoreAnswer(NamedTuple):
 
 
 class WorkerLost(Exception):
-    """A worker was lost, and has been killed; the text says how.
+    """The text says how.
 
     had_call: it had, or may have, taken up the call.
     """
@@ -51,8 +50,6 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """The parent's side of one worker process."""
-
     def __init__(self, spec: RewardSpec) -> None:
         self._helper = Helper(
             "tlt.tasks.rewards.worker:run_worker",
@@ -65,10 +62,8 @@ class Worker:
         self.is_ready = self.is_killed = False
 
     def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
-        """Raises WorkerLost.
-
-        A worker that cannot import its task answers with that error: the next worker could not, either.
-        """
+        """Raises WorkerLost. A worker that cannot import its task answers with that error: the next could
+        not, either."""
         if not self.is_ready and (reason := self._await_start()):
             self.kill()
             return call.refused(f"the worker could not start: {reason}")
@@ -90,12 +85,12 @@ class Worker:
         raise self._lost(NO_ANSWER, had_call=True)
 
     def kill(self) -> None:
-        """A thread that reads the pipe finds its end. May be called twice."""
+        """Another thread that reads the pipe finds its end."""
         self._helper.kill()
         self.is_killed = True
 
     def _await_start(self) -> str:
-        """Why the worker cannot begin; "": it can."""
+        """Returns why the worker cannot begin; "": it can."""
         if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
             raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
         reason = self._read(had_call=False)
@@ -105,7 +100,6 @@ class Worker:
         return reason
 
     def _read(self, had_call: bool) -> Any:
-        """Raises WorkerLost at the pipe's end, and for bytes that are no message."""
         try:
             return self.pipe.recv()
         except ConnectionResetError:  # it died with the request unread

@@ -18,8 +18,8 @@ from tlt.training.build.world import device_of, engine_dtype, layout_of
 
 
 def resolve_here(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Yields (key, value and reason, can be resolved) for each key that may be "auto". Instead of a value:
-    the error, or the key that has the same error."""
+    """Yields (key, value and reason, can be resolved). Instead of a value: the error, or an earlier key
+    with the same error."""
     keys: dict[str, Callable[[Config], str]] = {
         "run.device": _device,
         "run.num_ranks": _ranks,

@@ -1,4 +1,4 @@
-"""A run's configuration → the policy, its trainer, and the specification of its rewards."""
+"""A run's configuration → policy, trainer, reward specification."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tlt.training.update.update import PolicyTrainer
 def build_policy_trainer(
     config: Config, model: Model, world: World, is_sharded: bool = False
 ) -> PolicyTrainer:
-    """The policy is a trained copy of the model's tensors. A KL term adds a frozen reference: a second
-    copy, or the base beside LoRA adapters that begin at zero."""
+    """A KL term adds a frozen reference: a second copy, or the base beside LoRA adapters that begin at
+    zero."""
 
     def build() -> Transformer:
         policy, seed = plan_policy(config, model.config), config.run.seed
@@ -55,24 +55,23 @@ def reward_spec(config: Config) -> RewardSpec:
 
 
 def master_dtype(config: Config) -> torch.dtype:
-    """Of trained weights: float32, unless the engine computes in float64."""
+    """Trained weights are float32, unless the engine computes in float64."""
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
 def saved_dtype(config: Config) -> torch.dtype:
-    """The starting model's, or float64 where the run computes in it."""
+    """The starting model's dtype, or float64 where the run computes in it."""
     trained = master_dtype(config)
     return trained if trained == torch.float64 else stored_dtype(model_folder(config))
 
 
 def base_dtype(config: Config) -> torch.dtype:
-    """Of frozen weights."""
     wanted = config.lora.base_dtype
     return master_dtype(config) if wanted is None else resolve_dtype(wanted)
 
 
 def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
-    """On the meta device, without memory."""
+    """The module is on the meta device."""
     with torch.device("meta"):
         policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
     if config.lora.rank:
@@ -81,9 +80,6 @@ def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
 
 
 def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
-    """Fills a planned policy with copies of the model's tensors and the adapters' initial values, drawn by
-    `seed`."""
-
     def start(name: str, shape: torch.Size) -> Tensor:
         return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
 
@@ -95,10 +91,7 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
 def build_sharded_policy(
     policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Transformer:
-    """Fills a planned policy with this rank's slices. Every rank calls it, and reads its own slices alone.
-
-    param_dtype: see `shard`.
-    """
+    """Every rank reads its own slices alone. param_dtype: see `shard`."""
     shard(policy, mesh_of(world), param_dtype)
     policy.to_empty(device=world.device)
     stored, shapes = model.tensors, {name: parameter.shape for name, parameter in policy.named_parameters()}

@@ -23,7 +23,7 @@ from tlt.training.launch.ray_cluster import num_cluster_gpus
 CPU_PROCESS_BYTES = 400 * 2**20
 """A process with PyTorch and transformers on CPUs, measured."""
 _TRAINED_COPIES = 7
-"""Of trained weights in a rank: themselves, gradients, two moments, and three in a checkpoint."""
+"""Weights, gradients, two moments, and three copies in a checkpoint."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -36,18 +36,16 @@ class RankChoice:
 
 
 def local_ranks(config: Config) -> int:
-    """On this machine: the launcher's, or all under `tlt train`."""
     place = find_place()
     return choose_ranks(config).number if place is None else place.local_world_size
 
 
 def all_ranks(config: Config) -> int:
-    """On all machines."""
     return choose_ranks(config).number
 
 
 def choose_ranks(config: Config) -> RankChoice:
-    """For "auto" one rank a GPU; without GPUs `ranks_on_cpus`."""
+    """ "auto" means one rank a GPU, without GPUs `ranks_on_cpus`."""
     if (place := find_place()) is not None:
         return RankChoice(place.world_size)
     if config.run.num_ranks != "auto":
@@ -60,9 +58,9 @@ def choose_ranks(config: Config) -> RankChoice:
 
 
 def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> RankChoice:
-    """As many ranks as cores, memory and problems carry, at least one.
+    """Returns as many ranks as cores, memory and problems carry, at least one.
 
-    machine: bytes of memory; the engines' caches take their share (engine/memory.py).
+    machine: bytes of memory; caches take their share (engine/memory.py).
     each: bytes that a rank always holds.
     num_problems: of a step. A rank begins with whole problems, so more ranks would begin idle.
     """
@@ -73,7 +71,7 @@ def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> 
 
 
 def num_cores() -> int:
-    """By this process's affinity, within its container's quota."""
+    """Respects the process's affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     if _CPU_QUOTA.is_file():
         quota, period = _CPU_QUOTA.read_text().split()
@@ -82,8 +80,8 @@ def num_cores() -> int:
 
 
 def standing_bytes(config: Config, shape: ModelConfig) -> int:
-    """Bytes of a replicated rank on CPUs, without caches and activations: less than `tlt plan memory`
-    counts, but known before a prompt is read."""
+    """Bytes of a rank on CPUs without caches and activations: less than `tlt plan memory` counts, but
+    known before a prompt is read."""
     num, rank = count_parameters(shape), config.lora.rank
     trained = (count_adapters(shape, config.lora) if rank else num) * master_dtype(config).itemsize
     frozen = num * base_dtype(config).itemsize if rank else 0
@@ -92,6 +90,5 @@ def standing_bytes(config: Config, shape: ModelConfig) -> int:
 
 
 def num_gpus(config: Config) -> int:
-    """Of this machine, or of the Ray cluster if Ray starts the ranks."""
     starts_on_ray = find_place() is None and config.run.launcher == "ray"
     return num_cluster_gpus() if starts_on_ray else torch.cuda.device_count()

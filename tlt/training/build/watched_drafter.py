@@ -1,4 +1,4 @@
-"""Builds a run's WatchedDrafter: the trained copy, its trainer, and what measures both copies."""
+"""Builds a run's WatchedDrafter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch_drafter(
 ) -> DrafterTraining:
     """Returns a DrafterTraining that does nothing where the engine has no learned drafter.
 
-    seed: of the training windows; every rank draws its own.
+    seed: of the training windows, which differ by rank.
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target

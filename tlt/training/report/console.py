@@ -1,7 +1,7 @@
 """The console of a run: a header, a table with a line per step, a summary.
 
-On a terminal it has colours and live lines (live_lines.py). In a file or pipe, on a dumb terminal or under
-NO_COLOR the table is in plain lines, as in the log.
+Colours and live lines (live_lines.py) are for terminals; files, pipes, dumb terminals and NO_COLOR get
+plain lines.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tlt.training.report.words import cut, duration, when
 WIDTH = 100
 ROWS_PER_HEADER = 25
 SECONDS_PER_LINE = 60.0
-"""Between two plain lines about the progress of a step or an evaluation."""
+"""Between two plain lines about progress."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Headed by title and unit; a narrow terminal omits a spare column."""
+    """A narrow terminal omits a spare column."""
 
     title: str
     unit: str
@@ -62,7 +62,6 @@ def _lengths(record: StepRecord) -> str:
 
 
 def _used(seconds: Mapping[str, float]) -> str:
-    """The share of idle time in which ranks did not rest."""
     total = sum(seconds.values())
     return _share(1 - seconds.get(IdleUse.REST, 0.0) / total if total else math.nan)
 
@@ -93,10 +92,10 @@ def _row_width(columns: Sequence[Column]) -> int:
 class Console:
     """`close` it, or use `with`.
 
-    enabled: False: every method does nothing, as on ranks other than the leader.
+    enabled: False on other ranks than the leader: nothing is printed.
     num_steps: of the whole run; None: no progress bar.
-    log: file that gets the plain lines, too.
-    stopping: what the live lines say once the user has asked the run to stop; until then empty.
+    log: gets the plain lines, too.
+    stopping: said by the live lines once the user has asked the run to stop.
     """
 
     def __init__(
@@ -136,10 +135,7 @@ class Console:
 
     @contextmanager
     def status(self, what: str, is_noted: bool = True) -> Iterator[None]:
-        """Shows the body's work in the live lines, such as "evaluating on 256 held-out problems".
-
-        is_noted: the plain lines say it, too.
-        """
+        """is_noted: the plain lines say it, too."""
         if is_noted:
             self._print_plain(_note(f"{what} …"))
         if self._live is None:
@@ -153,8 +149,7 @@ class Console:
                 self._live.what = outer
 
     def progress(self, progress: PhaseProgress | None) -> None:
-        """In the live lines, and once a minute in the plain ones. Any thread may call it. None: the phase
-        has ended."""
+        """Any thread may call it. None: the phase has ended."""
         if self._live is not None:
             self._live.progress = progress
         now = self._clock()
@@ -165,7 +160,6 @@ class Console:
             self._print_plain(_note(str(progress)))
 
     def begin_log(self, path: Path, title: str) -> None:
-        """Appends the plain lines to this file, too, the title first."""
         self._add_log(path).print(title)
 
     def _add_log(self, path: Path) -> rich.console.Console:
@@ -209,7 +203,6 @@ class Console:
             self.note(f"step {record.step}: {counts}; the first: {record.rewards.first_error}")
 
     def sample(self, prompt: str, text: str, reward: float | None) -> None:
-        """In two lines, as long as the screen is wide. reward: None: no score."""
         value = "no score" if reward is None else f"{reward:.3f}"
         for console in self._all:
             width = console.width - len(f"      ▸ {value}  ")
@@ -227,7 +220,6 @@ class Console:
         reward: float | None = None,
         is_best: bool = False,
     ) -> None:
-        """After `step` updates. solve_rate, reward: None: omitted."""
         figures = [] if reward is None else [f"reward {reward:.3f}"]
         figures += [] if solve_rate is None else [f"{solve_rate:.1%} solved"]
         line = Text("      ◆ ", style="yellow")
@@ -263,10 +255,6 @@ class Console:
     def summary(
         self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete"
     ) -> None:
-        """A panel, or plain lines off a terminal.
-
-        next_commands: one a line, so that they can be copied.
-        """
         self.close()
         self._print(Text())
         width = max(len(name) for name, _ in rows)

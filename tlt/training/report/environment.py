@@ -1,4 +1,4 @@
-"""The versions, the commit and the machine behind a measurement or a run, without host names or paths."""
+"""Versions, commit and machine of a measurement or a run, without host names or paths."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def environment() -> dict[str, Any]:
 
 
 def append_environment(folder: Path, began: float, num_ranks: int) -> None:
-    """began: Unix time of this attempt."""
+    """began: Unix time."""
     record = {"began": began, "ranks": num_ranks, **_of_this_process()}
     write_jsonl(folder / FILE, [*read_environments(folder), record])
 
 
 def read_environments(folder: Path) -> list[Record]:
-    """An attempt each; none without a file."""
     return read_appended(folder / FILE, _parse, "environment")
 
 
@@ -69,7 +68,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git(*words: str) -> str:
-    """Of this code's checkout. An installed package has none: its commit is "unknown"."""
+    """Asks the checkout of this code; an installed package has none."""
     here = ["git", "-C", str(Path(__file__).parents[3]), "--git-dir=.git"]
     try:
         done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)

@@ -23,14 +23,13 @@ from tlt.training.report.progress import PhaseProgress
 from tlt.training.report.words import duration
 
 REFRESHES_PER_SECOND = 2
-"""A refresh takes about a millisecond from the engine in this process."""
+"""A refresh takes about a millisecond from the engine."""
 
 
 class LiveLines:
-    """what: the run's work other than generating a step's responses; empty: none.
-    progress: None: no phase is under way.
+    """what: work other than generating a step's responses.
     num_steps: of the whole run; None: no bar.
-    stopping: said once the user has asked the run to stop; until then empty."""
+    stopping: said once the user has asked the run to stop."""
 
     def __init__(
         self, console: rich.console.Console, num_steps: int | None, stopping: Callable[[], str] = str

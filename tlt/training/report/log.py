@@ -22,7 +22,6 @@ def append_to(path: Path) -> TextIO:
 
 @contextmanager
 def logging_stderr(path: Path) -> Iterator[None]:
-    """Appends this process's lines "tlt: …" on stderr to the file, too."""
     with redirect_stderr(cast(TextIO, _Copied(sys.stderr, path))):
         yield
 
@@ -39,7 +38,7 @@ class _Log(io.TextIOBase):
 
 
 class _Copied(Guarded):
-    """Lines "tlt: …", each written in one piece, go to the log, too, while it has a folder."""
+    """Copies lines "tlt: …", each written in one piece, while the log has a folder."""
 
     def __init__(self, stream: TextIO, path: Path) -> None:
         super().__init__(stream, lambda _: discard(stream))

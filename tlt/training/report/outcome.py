@@ -1,4 +1,4 @@
-"""The rows of a run's summary: gain on held-out problems, time, paths of products."""
+"""The rows of a run's summary."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tlt.training.report.words import duration, near
 
 @dataclass(frozen=True)
 class Gain:
-    """The first and the last evaluation of the same held-out problems, as pairs.
+    """The first and the last evaluation, as pairs.
 
     steps: updates done.
-    by_reward: evaluations are judged by the reward; else by the solve rate.
-    p_value: of the paired difference in it.
+    p_value: of the paired difference in rewards (`by_reward`) or solve rates.
     """
 
     steps: tuple[int, int]
@@ -32,14 +31,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Outcome:
-    """gain: None: there are no two evaluations to compare.
-    left_out: why the first or the last evaluation is not in the gain.
-    num_steps: updates done.
+    """The results of a run.
+
+    gain: None: there are no two evaluations to compare.
+    left_out: why an evaluation is not in the gain.
     seconds: since the user's command began.
-    recorded_seconds: of all steps and evaluations; None: this command has done all of them.
-    speedup: None: not measured.
-    drafted: size of the last step's draft vocabulary, and the share of tokens in it; None: the whole
-        vocabulary."""
+    recorded_seconds: of all steps and evaluations; None: this command has done them all.
+    drafted: size of the last step's draft vocabulary, share of tokens in it; None: the whole vocabulary.
+    """
 
     gain: Gain | None
     left_out: Sequence[str]
@@ -71,7 +70,7 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
 def evaluation_rows(
     solved: Mapping[str, float], rewards: Mapping[str, float], seconds: float, products: Mapping[str, Path]
 ) -> Iterator[tuple[str, Text]]:
-    """Of an evaluation alone. solved, rewards: by problem."""
+    """solved, rewards: by problem."""
     rate, error = _mean_and_error(solved)
     yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
     reward, error = _mean_and_error(rewards)
@@ -107,5 +106,5 @@ def _rise(before: float, after: float, form: str) -> Text:
 
 
 def written_p_value(value: float) -> str:
-    """As it follows the letter p: = 0.012 or < 0.0001."""
+    """Such as "= 0.012" or "< 0.0001"."""
     return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"

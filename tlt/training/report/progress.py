@@ -10,8 +10,6 @@ from enum import StrEnum
 
 
 class Doing(StrEnum):
-    """As the screen words it."""
-
     GENERATE = "generating"
     TAKE_OVER = "taking over"
     AHEAD = "generating ahead"
@@ -46,9 +44,9 @@ class PhaseProgress:
     """All replicas together.
 
     finished, total: responses.
-    speed: recent tokens per second; None: not known yet.
-    longest: tokens of the longest running response; 0: none runs.
-    doing: number of replicas.
+    speed: recent tokens per second; None: unknown.
+    longest: as above.
+    doing: number of replicas by activity.
     """
 
     finished: int

@@ -1,4 +1,4 @@
-"""Measurements in turns, and ratios of pairs with their interval.
+"""Measurements in turns, and ratios of pairs.
 
 off ▕ on ▕ on ▕ off ▕ off ▕ on …
 """
@@ -49,7 +49,7 @@ class Ratio:
 
 
 def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
-    """Every task once a round, in alternating order. Yields all results after each round."""
+    """Yields all results after each round."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for index in range(num_rounds):
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
@@ -58,7 +58,6 @@ def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> It
 
 
 def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """Returns each task's results, round by round."""
     *_, results = rounds_in_turns(tasks, num_rounds)
     return results
 

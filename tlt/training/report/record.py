@@ -1,8 +1,7 @@
-"""The record of a step, a JSON line of metrics.jsonl, and the paired test that says whether training
-helped.
+"""The record of a step, a line of metrics.jsonl, and the paired test whether training helped.
 
-JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null
-in the file and NaN in the record.
+A quantity that does not exist (the accept length without verification) is null in JSON and NaN in the
+record.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class StepRecord:
         return record
 
     def figures(self) -> dict[str, float]:
-        """Finite numbers by path: rollout/accept_length, rollout/response_tokens/p95. A list's items are
-        counted from 1: idle/preemption_seconds_1."""
+        """Finite numbers by path: rollout/response_tokens/p95. A list's items count from 1:
+        idle/preemption_seconds_1."""
         left_out = {"step", "finished_at"} | ({"speedup"} if not self.speedup.num_tokens else set())
         return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
 
@@ -99,7 +98,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _nan_for_null(value: Any) -> Any:
-    """In place."""
+    """Changes `value` in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for place, item in items:
         value[place] = _nan_for_null(item)
@@ -107,8 +106,7 @@ def _nan_for_null(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Flushes every line. Opening keeps an earlier attempt's lines up to step `last_kept`: no step stands
-    twice in the file."""
+    """Flushes every line. Opening drops lines after step `last_kept`: no step stands twice in the file."""
 
     def __init__(self, path: str | Path, last_kept: int) -> None:
         self.path = Path(path)
@@ -136,7 +134,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Also while it is written."""
+    """Works while the file is written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
@@ -156,13 +154,12 @@ def paired_sign_flip_test(
     num_permutations: int = 100_000,
     seed: int = 0,
 ) -> float:
-    """Returns the p value of the null hypothesis that training changed nothing, from one pair of scores
-    per problem.
+    """Returns the p value of the null hypothesis that training changed nothing, from pairs of scores.
 
-    Under the null each difference after - before has either sign with equal probability. p: the share of
-    sign patterns whose mean difference is at least the observed one (one-sided). Exact, over all 2^n
-    patterns of the n nonzero differences, where these are at most `num_permutations`; else from as many
-    random patterns and the observed one (p is never 0; Phipson & Smyth 2010).
+    Under the null each after - before has either sign with equal probability. p: the share of sign
+    patterns whose mean is at least the observed one (one-sided). Exact, over 2^n patterns of n nonzero
+    differences, where these are at most `num_permutations`; else from as many random patterns and the
+    observed one (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
         counts = f"{len(before)} scores before and {len(after)} after"

@@ -1,4 +1,4 @@
-"""The speedup of a run's rollouts by speculation, from pairs of rollouts, with its interval."""
+"""The speedup of a run's rollouts by speculation, with its interval."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from tlt.training.report.record import StepRecord
 
 
 def speedup_of(steps: Sequence[StepRecord]) -> Ratio | None:
-    """Geometric mean of the pairs, with a 95 % interval; None: no pair was measured."""
+    """Geometric mean with a 95 % interval; None: no pair was measured."""
     pairs = [step.speedup for step in steps if step.speedup.num_tokens]
     return Ratio.of([pair.speedup for pair in pairs]) if pairs else None
 
 
 def told_speedup(speedup: Ratio) -> Text:
-    """As the summary and the page tell it."""
     num = len(speedup.values)
     text = Text(f"{speedup.mean:.2f}", style="bold")
     if speedup.low is not None and speedup.high is not None:

@@ -4,9 +4,8 @@
              | prefill | decode | speculate                | update           |
     rank 1   | prefill | decode | train drafter ........... | update           |
 
-`flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` writes timeline.json from all ranks' files.
-Times in files are Unix seconds of rank 0's clock: ranks and resumed runs share one axis. No fault in
-reading or writing ends the run: what is missing is said.
+A rank's file has Unix seconds of rank 0's clock: ranks and resumed runs share one axis. No fault of
+reading or writing ends the run: it is said.
 """
 
 from __future__ import annotations
@@ -36,23 +35,21 @@ GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 """Training itself, and the averaging, publishing and measuring at its end."""
 MERGE_GAP_SECONDS = 0.001
-"""Successive spans of one name with at most this gap are merged; engine steps only at equal strategy and
-batch size."""
+"""Successive spans of one name merge within this gap; engine steps only at equal strategy and batch size."""
 
 _EPOCH_ROUNDS = 7
 """Exchanges that compare clocks between machines."""
 _NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
 _LONGEST_LINE = 1 << 16
-"""Bytes that are read of a line."""
+"""Bytes of the longest line that is read."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Offsets of a rank's monotonic clock, which counts from its machine's start.
+    """Offsets of a rank's monotonic clock.
 
-    to_rank_0: seconds to add for rank 0's monotonic clock; exactly 0 on the same machine.
-    to_unix: seconds to add for rank 0's Unix time.
-    machine: the clock's.
+    to_rank_0: seconds to rank 0's monotonic clock; exactly 0 on the same machine.
+    to_unix: seconds to rank 0's Unix time.
     """
 
     to_rank_0: float = 0.0
@@ -64,9 +61,9 @@ class Timeline:
     """The spans of one rank.
 
     path: `flush` appends to it; None: nothing is written.
-    epoch: from `shared_epoch`; by default the clock itself is the axis.
+    epoch: from `shared_epoch`; default: the clock itself is the axis.
     clock: monotonic seconds.
-    say: gets one line if the file cannot be written; then nothing more is.
+    say: gets one line if the file cannot be written; nothing is from then on.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Timeline:
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path]:
-        """Gives the file up if it cannot be written."""
+        """Gives the file up on OSError."""
         try:
             yield path
         except OSError as error:
@@ -110,7 +107,7 @@ class Timeline:
         self.add(Span(name, start, end))
 
     def add(self, span: Span) -> None:
-        """Records a span measured elsewhere, on this rank's clock."""
+        """Records a span measured elsewhere on this rank's clock."""
         batch, busy = [span.strategy, span.num_running], span.end - span.start
         if self._spans:
             last = self._spans[-1]
@@ -125,7 +122,6 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Since the last flush, merged, on this rank's own clock."""
         return [_span(row) for row in self._spans]
 
     def flush(self) -> None:
@@ -149,10 +145,10 @@ class Timeline:
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     """Compares this rank's clock with rank 0's. Every rank calls it.
 
-    Exact on one machine, whose ranks share the monotonic clock. Between machines the median over rounds,
-    as exact as the ranks leave `gather` together.
+    Exact on one machine, which has one monotonic clock. Between machines the median over rounds, as exact
+    as ranks leave `gather` together.
 
-    gather: a barrier that returns all ranks' values, in the order of ranks.
+    gather: a barrier that returns all ranks' values.
     """
     machine = machine_name() or f"rank {rank}"
     gather(None)
@@ -173,7 +169,7 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """By rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
+    """Returns spans by rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
     return {
         rank: [_span(row) for row in read_appended(path, read_row, "span")]
         for rank, path in timeline_paths(Path(directory)).items()
@@ -181,8 +177,7 @@ def read_spans(directory: str | Path) -> dict[int, list[Span]]:
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
-    """Writes a Chrome trace of all ranks, starting at 0. Returns a line about each part that could not be
-    read or written."""
+    """Returns a line about each part that could not be read or written."""
     paths, rows, missing = timeline_paths(Path(directory)), dict[int, _Rows](), []
     for rank, path in paths.items():
         try:
@@ -223,16 +218,14 @@ def timeline_paths(directory: Path) -> dict[int, Path]:
 
 
 MOST = 1 << 53
-"""Bound of a row's counts."""
+"""Bound of the counts in a row."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a file, read while they are iterated over.
+    """A file's rows, read while iterated over.
 
-    offsets: bytes where rows begin, by start time; of equal starts the longest first, as nested spans are
-        drawn.
-    first: the earliest start.
+    offsets: bytes, by start time; of equal starts the longest first, as nested spans are drawn.
     num_bad: lines that are no rows.
     """
 
@@ -249,7 +242,6 @@ class _Rows:
 
 
 def _find_rows(path: Path) -> _Rows:
-    """A last line torn by a kill is left out."""
     check_is_file(path)
     offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
     with path.open("rb") as file:
@@ -269,8 +261,7 @@ def _find_rows(path: Path) -> _Rows:
 
 
 def read_row(line: str | bytes) -> list[Any]:
-    """[name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]; only lines of
-    engine steps have the last three."""
+    """Returns [name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]."""
     text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
     name, start, end, busy, count, *batch = json.loads(text)
     seconds = float(start), float(end), float(busy)
@@ -288,7 +279,7 @@ def _span(row: list[Any]) -> Span:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Drops a last line torn by a kill; one longer than _LONGEST_LINE is ended instead."""
+    """Drops a last line torn by a kill; a line over _LONGEST_LINE is ended instead."""
     if not path.exists():
         return
     check_is_file(path)
@@ -310,12 +301,11 @@ def _microseconds(seconds: float) -> float:
 
 
 def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
-    """Returns the share of the steps' seconds that drafter training adds to the critical path.
+    """The share of the steps' seconds that drafter training adds to the critical path.
 
-    A step ("step" spans of any one rank) adds the seconds of `DRAFTER_TRAINING` after the last response's
-    end, on the rank that spends most; earlier training runs beside generation. (A response handed over to
-    a training rank waits for a micro-step; this is not counted.) Generation within an "evaluate" span
-    belongs to no step.
+    A step adds the seconds of `DRAFTER_TRAINING` after its last response's end, on the rank that spends
+    most; earlier training runs beside generation. Not counted: a response handed to a training rank waits
+    for a micro-step.
     """
     all_spans = list(chain(*spans_by_rank.values()))
     all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
@@ -339,7 +329,7 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Seconds of [start, end] in the union of these spans: nested ones count once."""
+    """Nested spans count once."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

@@ -1,6 +1,6 @@
-"""Trackers, of `accelerate.tracking` by name or the user's own, and the process that each runs in.
+"""Trackers, of `accelerate.tracking` or the user's own, and the process of each.
 
-That process imports this module: a library is imported only when its tracker begins.
+The process imports this module: libraries are imported when their tracker begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker receives before its first figures.
+    """The facts of a run that a tracker receives first.
 
     run_id: the same in all attempts at this run, and in no other run.
     config: section → key → value.
@@ -44,17 +44,17 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives the figures of one run, which goes on whatever a tracker raises and however long it takes.
+    """Receives a run's figures. The run goes on whatever a tracker raises and however long it takes.
 
-    With a method `log_table(step, name, columns, rows)` it receives the samples of run.show_samples, too.
+    With a method `log_table(step, name, columns, rows)` it also receives the samples of run.show_samples.
     """
 
     def begin(self, run: TrackedRun) -> str:
-        """Starts or continues the run. Returns one line: where its figures can be seen."""
+        """Starts or continues the run. Returns where its figures can be seen."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures are finite, by name, of the policy after `step` updates. A step may be repeated."""
+        """Finite figures of the policy after `step` updates. A step may be repeated."""
         ...
 
     def finish(self) -> None:
@@ -66,18 +66,14 @@ _SAME = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", 
 NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "tensorboard": "tensorboardX"}
 """accelerate's trackers → the package that each needs."""
 EXTRAS = ("wandb", "tensorboard", "trackio")
-"""Trackers that an extra of the same name installs, with accelerate."""
 RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 MLFLOW_TAG = "tlt.run_id"
-"""By which later attempts find a run in MLflow."""
+"""Later attempts find a run in MLflow by this tag."""
 
 
 class Accelerated:
-    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own environment
-    variables."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -109,7 +105,7 @@ class Accelerated:
         self._tracker.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table where the library has tables, else text in Markdown. DVCLive has neither."""
+        """Logs a table, or Markdown where the library has none; DVCLive takes neither."""
         match self.name:
             case "wandb" | "clearml":
                 self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
@@ -161,11 +157,11 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
-    """Returns the project and the library's options.
+    """Returns (project, the library's options).
 
-    W&B continues the run of the same id, MLflow that with the same tag, Trackio that of the same name,
-    which therefore contains the id. TensorBoard hides later steps of earlier attempts. The others begin a
-    run for each attempt, with the id in its name.
+    W&B continues the run of the same id, MLflow of the same tag, Trackio of the same name, which therefore
+    holds the id. TensorBoard hides later steps of earlier attempts. The others begin a run for each
+    attempt.
     """
     unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:
@@ -191,7 +187,7 @@ def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
 
 
 def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
-    """MLflow's id of an earlier attempt's run, which would stay RUNNING if that attempt was killed."""
+    """An earlier attempt's run would stay RUNNING if that attempt was killed."""
     found = importlib.import_module("mlflow").search_runs(
         experiment_names=[os.environ.get("MLFLOW_EXPERIMENT_NAME", project)],
         filter_string=f"tags.`{MLFLOW_TAG}` = '{run_id}'",
@@ -206,7 +202,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for an unknown tracker or a missing package. Imports the user's own trackers only."""
+    """Raises UserError for unknown trackers and missing packages. Imports only the user's own trackers."""
     for name in names:
         if name in NAMES:
             if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
@@ -229,7 +225,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _has_wandb_key(environ: Mapping[str, str]) -> bool:
-    """Looks where W&B looks: in the environment, and in the netrc file that `wandb login` writes."""
+    """Looks where W&B looks."""
     is_said = environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE")
     if is_said or environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return True
@@ -245,7 +241,6 @@ def _has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 def _wandb_setting(name: str) -> str:
-    """From W&B's own files, of this folder or of the user; empty: in neither."""
     user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
     settings = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
@@ -274,7 +269,6 @@ class TableOf(NamedTuple):
 
 
 Message = TrackedRun | Point | TableOf | None
-"""First the run, then figures and tables; None: the end."""
 
 
 class Answer(NamedTuple):
@@ -285,7 +279,6 @@ class Answer(NamedTuple):
 
 
 def work(pipe: Connection[Answer, Message], name: str) -> None:
-    """Runs in the tracker's process, until the pipe ends."""
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:

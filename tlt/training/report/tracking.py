@@ -31,10 +31,9 @@ from tlt.training.report.trackers import Answer, Message, Point, TableOf, Tracke
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
-    """Made once, kept in the folder's tracking.json. Raises UserError if it and `known` differ: two runs
-    are mixed.
+    """Made once, kept in tracking.json. Raises UserError if it differs from `known`: two runs are mixed.
 
-    known: the id in the run's checkpoint or journal; empty: there is none.
+    known: from the run's checkpoint or journal.
     say: gets one line if tracking.json cannot be read, and is moved aside.
     """
     path = folder / "tracking.json"
@@ -57,7 +56,6 @@ def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda te
 
 
 def read_run_id(folder: Path) -> str | None:
-    """None: the folder's tracking.json cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = loads(read_file(folder / "tracking.json"))["run_id"]
         return found if isinstance(found, str) and found else None
@@ -77,8 +75,8 @@ def _move_aside(path: Path) -> Path:
 class Patience:
     """Seconds until a tracker is given up.
 
-    answer: to a message; the run does not wait meanwhile.
-    finish: of all trackers together, at the run's end; the run waits.
+    answer: to a message; the run goes on meanwhile.
+    finish: of all trackers, at the run's end; the run waits.
     exit: of a process, once all is delivered.
     """
 
@@ -88,23 +86,22 @@ class Patience:
 
 
 class Tracking:
-    """Without trackers every method does nothing. Use it from one thread."""
+    """Used from one thread."""
 
     def __init__(self, feeds: Sequence[_Feed] = (), finish_seconds: float = 0.0) -> None:
         self._feeds, self._finish_seconds = feeds, finish_seconds
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Of the policy after `step` updates; returns at once."""
+        """Returns at once."""
         for feed in self._feeds:
             feed.put(Point(step, values))
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Of the step that made the policy of `step` updates; returns at once."""
         for feed in self._feeds:
             feed.put(TableOf(step, name, columns, rows))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience ends. May be called twice."""
+        """Waits until all is delivered or patience ends."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:
@@ -122,7 +119,7 @@ NO_TRACKING: Final = Tracking()
 def track(
     names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()
 ) -> Tracking:
-    """say: gets lines for the user, from any thread."""
+    """say: is called from any thread."""
     feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
         feed.start()
@@ -134,10 +131,7 @@ class _Lost(Exception):
 
 
 class _Feed(threading.Thread):
-    """The run's side of one tracker: a queue, and the process that its messages go to.
-
-    The library's output goes to tracking.log in the run's folder.
-    """
+    """The run's side of one tracker."""
 
     def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
         super().__init__(name=f"tlt-tracker-{name}", daemon=True)
@@ -187,7 +181,7 @@ class _Feed(threading.Thread):
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
     def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
-        """A failure is said once, and the next step is tried."""
+        """A failure is said once."""
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:

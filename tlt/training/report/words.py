@@ -1,4 +1,4 @@
-"""Moments, paths and durations in the words of screens and messages."""
+"""Moments, paths and durations in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def when(step: int) -> str:
 
 
 def near(path: Path) -> str:
-    """Relative to the working directory if it lies there, else absolute."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
@@ -30,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """One line of at most `width` cells; a longer text keeps its beginning and end."""
+    """A longer text keeps its beginning and end. width: in cells."""
     line = visible(" ".join(text.split()))
     if cell_len(line) <= width:
         return line

@@ -5,10 +5,9 @@
     run       ── copy ─▶ next step ──────────────────────────────────────────────────────▶ copy ─▶ …
     threads          └▶ each rank: write, hash, flush ─▶ rank 0: manifest ─▶ rename ─▶ remove older
 
-A rank writes its own shards and an equal share of the replicated tensors; any number of ranks can read
-them (shards.py). A folder gets its name only when its manifest is in it. It holds only what trains, in the
-precision it is trained in: a drafter's embedding and head are the policy's, and frozen tensors come from
-their own folder. One checkpoint is in flight at a time.
+A rank writes its own shards and an equal share of the replicated tensors (shards.py). Only what trains is
+saved, in its trained precision: a drafter's embedding and head are the policy's, frozen tensors come from
+their own folder.
 """
 
 from __future__ import annotations
@@ -59,17 +58,16 @@ from tlt.training.saved.shards import (
 _VISIBLE_SECONDS = 60.0
 """Network file systems show another host's file late."""
 _GRACE_SECONDS = 10.0
-"""For the checkpoint in flight when the process ends."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One rank's state of a run.
+    """One rank's state.
 
     step: updates done.
-    tensors: everything that trains, by name, DTensors if sharded; the same names on every rank.
+    tensors: everything that trains, DTensors if sharded; the same names on every rank.
     counters: other state that all ranks share, as JSON.
-    own: other state of this rank, as JSON. A thread reads it later, so nobody may change it.
+    own: other state of this rank, as JSON; a thread reads it later, so nobody may change it.
     """
 
     step: int
@@ -90,7 +88,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Report:
-    """A rank's message to rank 0. files: name → (bytes, SHA-256)."""
+    """files: name → (bytes, SHA-256)."""
 
     files: Mapping[str, tuple[int, str]]
     failure: str = ""
@@ -100,12 +98,12 @@ class _Report:
 
 
 class CheckpointWriter:
-    """All ranks make the same calls. End with `wait`, which raises the last failure.
+    """Writes a run's checkpoints. All ranks make the same calls, `wait` last.
 
     keep: number of checkpoints that stay.
     patience: seconds to wait for another rank.
     seconds: spent in this rank's thread so far.
-    saved: the latest whole checkpoint, or the resumed one; None: there is none.
+    saved: the latest whole checkpoint, or the resumed one.
     """
 
     def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
@@ -118,8 +116,8 @@ class CheckpointWriter:
         self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copies the state and starts to write it; a saved step is skipped. Raises the failure of the
-        checkpoint before."""
+        """Copies the state and starts to write it; a saved step is skipped. Raises the previous
+        checkpoint's failure."""
         self.wait()
         if self.saved is not None and checkpoint.step == self.saved.step:
             return
@@ -132,8 +130,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until all ranks have written the checkpoint in flight. Raises UserError, on all ranks, if
-        they could not, nearly always because the disk is full."""
+        """Ends the checkpoint in flight. Raises UserError, on all ranks, if it failed, nearly always on a
+        full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,8 +145,7 @@ class CheckpointWriter:
             ) from error
 
     def close(self) -> None:
-        """For a run that ends by an error: gives the checkpoint in flight a moment, then waits for no
-        other rank."""
+        """After an error: gives the checkpoint in flight a moment, then waits for no other rank."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
             self._waiting.is_over.set()
@@ -163,7 +160,6 @@ class CheckpointWriter:
         self.seconds += time.perf_counter() - started
 
     def _write_with_others(self, checkpoint: Checkpoint, parts: Mapping[str, TensorPiece]) -> str:
-        """Returns the checkpoint's digest."""
         key = f"checkpoint/{self.folder}/{self._number}"
         new = self.folder / f".step-{checkpoint.step:08d}.new"
         mine = _write_share(new, parts, checkpoint.own, self.world.rank)
@@ -193,7 +189,7 @@ class CheckpointWriter:
 def _write_share(
     folder: Path, parts: Mapping[str, TensorPiece], own: Mapping[str, Any], rank: int
 ) -> _Report:
-    """A failure is reported to the other ranks, so that none waits for these files."""
+    """A failure is reported: no other rank waits for these files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{rank:05d}"
@@ -208,7 +204,7 @@ def _write_share(
 
 
 def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Manifest:
-    """Makes the written folder a checkpoint: manifest, then rename. Rank 0 calls it."""
+    """Writes the manifest, then renames the folder. Rank 0 calls it."""
     if failure := next((report.failure for report in reports if report.failure), ""):
         raise OSError(failure)
     files = {name: FileDigest(*digest) for report in reports for name, digest in report.files.items()}
@@ -260,8 +256,7 @@ def _await_file(path: Path, expected: FileDigest) -> None:
 
 
 def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
-    """The newest, as rank 0 reads it; None: there is none. A collective. Raises UserError, on all ranks,
-    if it is damaged."""
+    """A collective: rank 0 reads. Raises UserError, on all ranks, if the newest checkpoint is damaged."""
 
     def read() -> tuple[str, str] | None:
         if not world.is_leader:
@@ -280,10 +275,10 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
 def load_checkpoint(
     path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], world: World
 ) -> list[dict[str, Any]]:
-    """Fills this rank's tensors in place, after all ranks have verified the files that they need.
+    """Fills `tensors` in place, after all ranks have verified their files.
 
-    Returns ranks' own states: its predecessor's first, then orphans'. Raises UserError, on all ranks, if
-    anything is damaged, missing or another run's.
+    Returns ranks' own states: its predecessor's first, then orphans'. Raises UserError, on all ranks, for
+    anything damaged, missing or another run's.
     """
     described = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     if difference := describe_state(described, manifest):

@@ -44,7 +44,7 @@ MAY_CHANGE_ON_RESUME = {
     },
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
-"""Keys, by section, that say how long and on what a run runs, not what it computes."""
+"""These say how long and on what a run runs, not what it computes."""
 _MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -53,27 +53,26 @@ _MODEL_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files besides weights that tokens and their probabilities depend on."""
+"""Besides weights, these determine tokens and their probabilities."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAMES = {"train": "training problems", "test": "held-out problems"}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Digests, by default unknown: unknown inputs agree with any."""
+    """A run's inputs as digests. By default they are unknown, and agree with any."""
 
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Resolved, as JSON."""
     problems: dict[str, str] = field(default_factory=dict)
-    """By split, with everything that they are scored by."""
+    """Split → digest of problems and the data they are scored by."""
     model: dict[str, str] = field(default_factory=dict)
-    """By name, of the base model's files besides its weights."""
+    """File → digest, weights apart."""
     weights: str = ""
-    """Of the policy's first weights, which are also the KL's reference; empty: unknown."""
+    """Digest of the first policy, which is also the KL's reference."""
     code: dict[str, str] = field(default_factory=dict)
-    """By module, of the user's tasks and reward functions."""
+    """Module of the user's → digest."""
     resolved: dict[str, str] = field(default_factory=dict)
-    """From the tokenizer's files: `resolved_from`, and by split digests of the problems without prompts."""
+    """From the tokenizer's files: `resolved_from`, and split → digest of the problems without prompts."""
 
     @staticmethod
     def of(
@@ -85,9 +84,7 @@ class Inputs:
         resolved: Mapping[str, str] | None = None,
     ) -> Inputs:
         """problems: by split.
-        model: folder of the base model.
-        adapter: folder of the adapter that the policy starts from.
-        resolved: see `resolved_from`."""
+        adapter: folder that the policy starts from."""
         rows = {split: digest_of_problems(some, with_prompts=False) for split, some in problems.items()}
         paths = [model / name for name in _MODEL_FILES]
         if adapter is not None:
@@ -102,11 +99,7 @@ class Inputs:
         )
 
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
-        """Raises UserError if the run had other inputs.
-
-        was: the earlier inputs.
-        when: when the run had them, for the message.
-        """
+        """Raises UserError. when: the run had its earlier inputs, for the message."""
         remedy = "or begin a new run in another --run.out_dir"
         if (change := find_change(was.config, config)) is not None:
             key, old, new = change
@@ -144,7 +137,6 @@ class Inputs:
             )
 
     def changed_code(self, was: Inputs) -> list[str]:
-        """Modules of the user's."""
         return [module for module, digest in was.code.items() if self.code.get(module, digest) != digest]
 
 
@@ -152,7 +144,7 @@ NO_INPUTS: Final = Inputs()
 
 
 def find_change(was: Values, config: Config) -> tuple[str, Any, Any] | None:
-    """(section.key, old, new) of the first change that a resumed run may not make."""
+    """Returns (section.key, old, new) of the first change that a resumed run may not make."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             before = was.get(section, {}).get(key, value)
@@ -168,13 +160,12 @@ def _may_change(section: str, key: str, config: Config) -> bool:
 
 
 def resolved_from(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
-    """As text: ids that end a response, and ids that its text leaves out."""
+    """Ids that end a response, and ids that its text leaves out."""
     return {"stop ids": str([*params.stop_ids]), "special ids": str(sorted(tokenizer.hidden_ids))}
 
 
 def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -> str:
-    """In their order, with everything that they are scored by. Of a value that JSON does not have only the
-    type counts."""
+    """A value that JSON does not have counts by its type alone."""
     digest = hashlib.sha256()
     for problem in problems:
         data = {key: value for key, value in problem.data.items() if with_prompts or key != "in_thought"}
@@ -186,13 +177,13 @@ def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -
 
 
 def code_of(config: Config) -> dict[str, Path]:
-    """Module → file of the user's own tasks and reward functions."""
+    """Module → file."""
     found = {split_name(name)[0]: source_of(name) for name in _names_of(config)}
     return {module: path for module, path in found.items() if path is not None}
 
 
 def files_of(config: Config) -> dict[str, Path]:
-    """Files and folders on this machine that a run reads, by the keys that name them."""
+    """Local files and folders that a run reads, by key."""
     named = {
         "model.path": config.model.path,
         "model.adapter": config.model.adapter,
@@ -205,7 +196,7 @@ def files_of(config: Config) -> dict[str, Path]:
 
 
 def _names_of(config: Config) -> Iterator[str]:
-    """Tasks and reward functions, a mixture's parts included."""
+    """Includes a mixture's parts."""
     yield config.task.name
     yield from config.rewards.functions
     for part in config.task.options.get("tasks", ()):

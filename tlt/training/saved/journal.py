@@ -1,5 +1,4 @@
-"""The journal: responses generated since the latest checkpoint, so that a resumed run generates none
-twice.
+"""The journal: responses generated since the latest checkpoint. A resumed run generates none twice.
 
     journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ …
                  │                      │     … ▏ a finished response ▏ its reward
@@ -8,9 +7,8 @@ twice.
     begin(phase)     rank 0 reads the phase's earlier records ─▶ all ranks: fewer and shorter requests
     new checkpoint   begins a new folder; the one before stays, because it may hold responses of later steps
 
-Steps since the checkpoint are redone as updates alone. Lost or damaged responses are generated again: the
-law gives the same tokens. Files survive the death of a process, and of a machine as far as its file system
-had written them.
+Lost or damaged responses are generated again: the law gives the same tokens. Files survive the death of a
+process, and of a machine as far as its file system had written them.
 """
 
 from __future__ import annotations
@@ -42,18 +40,17 @@ from tlt.training.saved.run_folder import JOURNAL_FILES, step_folders
 
 _FORMAT = 3
 RUNNING_TOKENS = 1000
-"""A running response is written whenever it has grown by this many, the most to be generated again."""
+"""A running response is written whenever it has grown by this many."""
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
-"""Engine steps between two checks of the running responses."""
+"""Engine steps between checks of running responses."""
 
 
 class FileJournal(Journal):
     """The journal of one replica.
 
     saved: returns the latest whole checkpoint.
-    follows: digest of the checkpoint before that. A file that follows neither is of other policies: it is
-        removed, and `say` gets a line.
+    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line.
     """
 
     def __init__(
@@ -146,8 +143,7 @@ class FileJournal(Journal):
         return file
 
     def _follow_checkpoint(self) -> None:
-        """A new whole checkpoint begins a new folder; folders before the previous checkpoint's are
-        removed."""
+        """Begins a new folder, and removes folders before the previous checkpoint's."""
         if (now := self._saved()) == self._base:
             return
         self.close()
@@ -171,13 +167,12 @@ def fingerprint(prompt_ids: tuple[int, ...]) -> int:
 # ── records of earlier attempts ────────────────────────────────────────────────────────────────────────────
 
 Location = tuple[Path, int]
-"""File and offset of a record."""
 
 
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Location]]:
-    """Phase → locations of its records, in the order written, in the run's files that follow one of these
+    """Returns phase → locations of its records, as written, in files of this run that follow one of these
     checkpoints (digests). Other files are removed; `say` gets a line for each, and for damage."""
     phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
@@ -199,12 +194,11 @@ def find_phases(
 
 
 def _files_in(folder: Path, pattern: str = "step-*/replica-*") -> list[Path]:
-    """By default of all replicas and attempts, the earliest checkpoint's first."""
     return sorted(path for path in folder.glob(pattern) if _NAME.fullmatch(path.name))
 
 
 def read_header(folder: Path) -> Mapping[str, Any] | None:
-    """Of the newest file that has one, of any run."""
+    """The newest header of any run."""
     for path in reversed([path for path in _files_in(folder) if path.is_file()]):
         with path.open("rb") as file:
             header = read_record(file)
@@ -215,7 +209,6 @@ def read_header(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _fault(header: JournalRecord | None, run: str, checkpoints: set[str]) -> str:
-    """Why the file with this header is not the run's; empty: it is."""
     about = {} if header is None else header.about
     if about.get("kind") != "journal":
         return "has no header as it was written"
@@ -238,9 +231,8 @@ def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecor
 
 
 def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
-    """Returns the best record of every response. Within a file its stretches and its reward are joined; a
-    stretch behind a gap is left out. Of several files: first by a reward, then by being finished, then
-    by tokens."""
+    """Returns the best record of every response: with a reward, else finished, else longest. Within a file
+    stretches and reward are joined; a stretch behind a gap is left out."""
     known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
@@ -265,7 +257,6 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
 
 
 def _joined(before: Sequence[Any] | None, after: Sequence[Any] | None) -> Sequence[Any] | None:
-    """None: one stretch's drafts are not known."""
     return None if before is None or after is None else [*before, *after]
 
 
@@ -274,7 +265,7 @@ def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
-    """Splits requests into responses and work that is left. A response to another prompt does not count."""
+    """Splits requests into responses and work left. A response to another prompt does not count."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
     rewards: dict[ResponseId, Reward] = {}

@@ -24,8 +24,7 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Facts, as JSON, and a stretch of a response, perhaps empty: token ids and log-probabilities as in
-    the file."""
+    """Facts, as JSON, and a stretch of a response, perhaps empty, in the file's bytes."""
 
     about: Mapping[str, Any]
     tokens: bytes = field(default=b"", repr=False)
@@ -57,7 +56,7 @@ class JournalRecord:
 
     @staticmethod
     def decode(payload: bytes) -> JournalRecord:
-        """Raises ValueError if a payload holds no record."""
+        """Raises ValueError."""
         line, _, stretch = payload.partition(b"\n")
         about = json.loads(line)
         num, rest = divmod(len(stretch), _TOKEN.itemsize + _LOGPROB.itemsize)
@@ -68,7 +67,7 @@ class JournalRecord:
 
 
 def read_record(file: BinaryIO) -> JournalRecord | None:
-    """None: there is no whole record, and the file's position stays."""
+    """None: no whole record follows, and the position stays."""
     start = file.tell()
     frame = file.read(_FRAME.size)
     if len(frame) == _FRAME.size:
@@ -84,7 +83,7 @@ def read_record(file: BinaryIO) -> JournalRecord | None:
 
 
 def read_records(file: BinaryIO) -> Iterator[tuple[int, JournalRecord]]:
-    """Yields (position, record). At the end the file stands behind the last record."""
+    """Yields (position, record); ends behind the last record."""
     place = file.tell()
     while (record := read_record(file)) is not None:
         yield place, record

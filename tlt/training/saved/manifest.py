@@ -1,11 +1,8 @@
-"""The manifest of a checkpoint: its files with digests, and what is in them. Written last, it makes the
-folder a checkpoint.
+"""The manifest of a checkpoint, written last: it makes the folder a checkpoint.
 
-    manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
-                                  tensors: {name: pieces}},
-                     "sha256": of the manifest}
-
-A run never goes back to an older checkpoint by itself; the user decides.
+manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
+                              tensors: {name: pieces}},
+                 "sha256": of the manifest}
 """
 
 from __future__ import annotations
@@ -39,20 +36,17 @@ class Manifest:
     """Updates done."""
     num_ranks: int
     law: int
-    """Version of the sampling law."""
     tlt: str
     """Version of the package."""
     run: str
-    """Its id."""
     inputs: Inputs
     counters: dict[str, Any]
-    """State besides tensors that all ranks share, as JSON."""
+    """State besides tensors that all ranks share."""
     files: dict[str, FileDigest]
     tensors: dict[str, StoredTensor]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the contents: the checkpoint's identity."""
         return hashlib.sha256(_canonical(asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -74,19 +68,17 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """None: it is no checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
-    """By name, whole or damaged, the newest first."""
+    """Whole or damaged, newest first."""
     found = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return sorted((path for path in found if step_of(path) is not None), reverse=True)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Whole or damaged."""
     return next(iter(all_checkpoints(checkpoints)), None)
 
 
@@ -94,7 +86,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises UserError if anything is wrong with it."""
+    """Raises UserError for any fault."""
     file = path / MANIFEST
     try:
         text = read_file(file)
@@ -140,7 +132,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """What no checkpoint can have, although the digest is right; empty: nothing."""
+    """Finds faults that a right digest does not exclude; empty: none."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
     of_ranks = {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)}
@@ -153,8 +145,8 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError for the first file that is missing, damaged, or holds other pieces than the
-    manifest says."""
+    """Raises UserError for the first missing or damaged file, or one with other pieces than the manifest
+    says."""
     for name in sorted(names):
         expected = manifest.files.get(name)
         if expected is None:
@@ -177,7 +169,6 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors with their pieces in one file alone."""
     found = {}
     for name, tensor in tensors.items():
         if pieces := tuple(piece for piece in tensor.pieces if piece[0] == file):
@@ -186,7 +177,6 @@ def _pieces_in(file: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
 
 
 def damaged(path: Path, file: str, fault: str) -> UserError:
-    """The remedy names the next older checkpoint, if any."""
     older = [other for other in all_checkpoints(path.parent) if other.name < path.name]
     remedy = "start a new run in another --run.out_dir: there is no older checkpoint"
     if older:
@@ -195,7 +185,7 @@ def damaged(path: Path, file: str, fault: str) -> UserError:
 
 
 def describe_state(tensors: Mapping[str, tuple[str, tuple[int, ...]]], manifest: Manifest) -> str:
-    """How a run's tensors, name → (dtype, shape), differ from a checkpoint's; empty: they do not."""
+    """How tensors, name → (dtype, shape), differ from a checkpoint's; empty: they do not."""
     stored = {name: (tensor.code, tensor.shape) for name, tensor in manifest.tensors.items()}
     differing = sorted({name for name, _ in stored.items() ^ tensors.items()})
     if not differing:

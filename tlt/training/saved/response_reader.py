@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
-    """To train a drafter on: without log-probabilities."""
+    """Leaves log-probabilities out: a drafter's training needs none."""
     read = _read(path, "--responses", vocab_size=vocab_size, window=window)
     return [
         Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)
@@ -24,7 +24,8 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
-    """Responses to the same prompts, by problem and sample. Raises UserError if there is none."""
+    """References are responses to the same prompts, by problem and sample. Raises UserError if there is
+    none."""
     from tlt.drafter.drafting.retrieval.references import References  # here, since it loads NumPy
 
     asked = {(id_of(request), request.prompt_ids): request for request in requests}
@@ -44,15 +45,13 @@ def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int,
 
 
 def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[ResponseId, Ids, Ids]]:
-    """Yields (response id, prompt ids, response ids)."""
     for place, record in read_jsonl(path, option):
         ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         yield (str(record.get("problem_id")), record.get("sample_index", 0)), *ids
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
-    """(prompt ids, response ids). Raises UserError for ids that the model does not know, or beyond its
-    window."""
+    """Returns (prompt, response). Raises UserError for unknown ids, and beyond the model's window."""
     from tlt.models.hf.tokenizer import check_prompt
 
     ids: list[Ids] = []

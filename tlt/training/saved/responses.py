@@ -29,7 +29,7 @@ def path_of(run: Path, purpose: Purpose, number: int) -> Path:
 
 
 def kept_by(run: Path, purpose: Purpose) -> list[Path]:
-    """The earliest first. Pipes and folders with such names do not count."""
+    """Pipes and folders with such names do not count."""
     folder, pattern = run / FOLDER, f"{purpose}-{'[0-9]' * 8}.jsonl"
     entries = os.scandir(folder) if folder.is_dir() else ()
     files = (entry.name for entry in entries if matches(entry.name, [pattern]) and entry.is_file())
@@ -37,7 +37,6 @@ def kept_by(run: Path, purpose: Purpose) -> list[Path]:
 
 
 def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
-    """Removes an earlier attempt's files: steps after `step`, and evaluations not in `evaluated`."""
     remains_of: dict[Purpose, Container[int]] = {"rollout": range(1, step + 1), "evaluation": evaluated}
     for purpose, remains in remains_of.items():
         for path in kept_by(run, purpose):
@@ -47,9 +46,12 @@ def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
 
 
 class KeptResponses:
-    """gib: bound of all files together; the latest file stays in any case.
-    say: gets one line when files are removed for the first time.
-    in_thought: whether a prompt has opened a thought."""
+    """Writes a run's responses into its folder.
+
+    gib: bound of all files; the latest stays in any case.
+    say: gets one line when files are first removed.
+    in_thought: whether a prompt has opened a thought.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class KeptResponses:
 
     @cached_property
     def _sizes(self) -> dict[Purpose, dict[Path, int]]:
-        """Bytes, the oldest first. Listed once, when the leader first writes."""
+        """Bytes by file, oldest first."""
         sizes = {
             purpose: {path: path.stat().st_size for path in kept_by(self.run, purpose)}
             for purpose in _PURPOSES
@@ -75,7 +77,6 @@ class KeptResponses:
         return sizes
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
-        """number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
         sizes = self._sizes[purpose]
@@ -87,7 +88,7 @@ class KeptResponses:
         self._make_room(path)
 
     def _make_room(self, latest: Path) -> None:
-        """Removes the oldest steps first, then the oldest evaluations."""
+        """The oldest steps go first, then the oldest evaluations."""
         while self._num_bytes > self.gib * 2**30:
             older = (sizes for sizes in self._sizes.values() if next(iter(sizes), latest) != latest)
             if (sizes := next(older, None)) is None:

@@ -1,8 +1,7 @@
-"""A run's folder: may a run write here, has a run begun here, a lock for its one writer, errors of
-writing.
+"""A run's folder: who may write here, its lock, and errors of writing.
 
-    claim     before a process starts: the folder is new, empty, a run's, or holds no name that a run writes
-    .lock     made by the first attempt; its text marks the folder as a run's
+claim     before a process starts: the folder is new, empty, a run's, or holds no name that a run writes
+.lock     made by the first attempt; its text marks the folder as a run's
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PRODUCTS: Final = {
     "adapter": ADAPTER_FILES,
     "drafter": DRAFTER_FILES,
 }
-"""Folders that a run replaces → patterns of their files."""
+"""Folders that a run replaces → patterns of files."""
 _REPLACED = (*PRODUCTS, *(f".{name}.{state}" for name in PRODUCTS for state in ("new", "old")))
 _KEPT_BY_AN_ATTEMPT = (
     ".lock",
@@ -47,7 +46,6 @@ _KEPT_BY_AN_ATTEMPT = (
     "checkpoints",
 )
 WRITTEN: Final = (*_KEPT_BY_AN_ATTEMPT, "timeline.json", *_REPLACED)
-"""Patterns of all names that a run writes, besides its trackers'."""
 _MARK = "A run of TLT writes in this folder.\n"
 JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
 
@@ -56,9 +54,9 @@ JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
 
 
 def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
-    """Raises UserError where a run would replace or remove what is not its own.
+    """Raises UserError where a run would replace or remove foreign files.
 
-    inputs: the run's files and folders, by the keys that name them.
+    inputs: the run's files and folders, by key.
     goes_on: the run has begun there.
     """
     try:
@@ -78,7 +76,6 @@ def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
 
 
 def _overlap(path: Path, place: Path) -> str | None:
-    """How a place that is written lies to an input, in words; None: they are apart."""
     path, place = (Path(os.path.realpath(one)) for one in (path, place))
     if path == place:
         return "is"
@@ -88,8 +85,7 @@ def _overlap(path: Path, place: Path) -> str | None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises UserError for a name that a run writes, unless an attempt that ended before its first step
-    has left it."""
+    """Spares names left by an attempt that ended before its first step."""
     if not folder.is_dir():
         return  # absent, or refused by the lock
     is_attempts = _is_marked(folder) and not _has_left(folder)
@@ -108,8 +104,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """A run has left a step, an evaluation or a checkpoint. An attempt that ended earlier has nothing to
-    keep."""
+    """An attempt that ended before a step, an evaluation or a checkpoint has nothing to keep."""
     return _has_left(folder) and (folder / "config.json").exists()
 
 
@@ -120,7 +115,7 @@ def _has_left(folder: Path) -> bool:
 
 
 def can_go_on(folder: Path) -> bool:
-    """Also where an attempt has left responses alone."""
+    """True also after an attempt that left only responses."""
     return has_begun(folder) or _has_journal(folder)
 
 
@@ -129,12 +124,11 @@ def _has_journal(folder: Path) -> bool:
 
 
 def step_folders(folder: Path) -> Iterator[Path]:
-    """Of journal/ or checkpoints/."""
     return folder.glob("step-" + "[0-9]" * 8)
 
 
 def forget_journal(folder: Path) -> bool:
-    """Removes an earlier attempt's responses, and no other files. Returns whether there were any."""
+    """Removes no other files. Returns whether there were any."""
     had_any = _has_journal(folder)
     for step in step_folders(folder / "journal"):
         remove_own(step, JOURNAL_FILES)
@@ -161,7 +155,7 @@ def _describes_run(config: Path) -> bool:
 
 class FolderLock:
     """A kernel lock, held until `release` or the end of the process. Makes and marks the folder. Raises
-    UserError if another process holds it, or nothing can be written there."""
+    UserError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -196,8 +190,7 @@ class FolderLock:
                 raise _lacks_locks_or_appends(folder, error) from None
 
     def _check_appends(self) -> None:
-        """Raises OSError where appending loses a file's contents: a run's journal, metrics and timeline
-        need them."""
+        """Raises OSError where appending loses a file's contents."""
         path = self._folder / ".lock"
         before = path.stat().st_size
         try:
@@ -226,7 +219,7 @@ class FolderLock:
 
 
 def explain_os_error(error: OSError, folder: Path) -> UserError | None:
-    """None: the error is not due to the run's folder or the disk."""
+    """None: not due to the run's folder or the disk."""
     named = Path(error.filename) if isinstance(error.filename, str | Path) else None
     is_inside = named is not None and named.is_relative_to(folder)
     if error.errno == errno.ENOENT and not folder.exists():

@@ -20,16 +20,15 @@ _INPUTS = TypeAdapter(Inputs)
 @dataclass(frozen=True)
 class Begun:
     run: str
-    """Its id."""
     inputs: Inputs
     when: str
-    """When it had these inputs, for messages."""
+    """When the run had these inputs, for messages."""
 
 
 def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
     """None: no run is known. Raises UserError if the checkpoint is damaged.
 
-    checkpoint: to go on from; None: the newest.
+    checkpoint: default: the newest.
     """
     checkpoint = checkpoint or latest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
@@ -45,8 +44,8 @@ def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
 
 
 def identify_run(folder: Path, config: Config, inputs: Inputs, say: Callable[[str], None]) -> str:
-    """Returns the run's id, new or resumed. Raises UserError if it began with other inputs. `say` gets a
-    line for each module of reward code that has changed."""
+    """New or resumed. Raises UserError if the run began with other inputs. `say` gets a line for each
+    changed module of reward code."""
     if (begun := read_begun(folder)) is None:
         return run_id(folder, say=say)
     inputs.refuse_other(begun.inputs, config, begun.when)

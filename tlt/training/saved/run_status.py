@@ -23,14 +23,17 @@ _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """process: holds the folder's lock; None: none does, or it is on another machine.
-    written_at: Unix time of the latest change of a file; None: there is none.
+    """Where a run stands.
+
+    process: holds the folder's lock; None: none does, or it is on another machine.
+    written_at: Unix time of the latest change of a file.
     step: updates done, by metrics.jsonl.
     recent: the latest steps.
     evaluations: lines of evaluations.jsonl.
-    checkpoint: step of the newest; None: there is none.
+    checkpoint: the newest's step.
     has_journal: responses of unfinished steps are kept.
-    failures: (time, cause) of each attempt after which the ranks were started again."""
+    failures: (time, cause) of each restart.
+    """
 
     folder: Path
     state: State
@@ -51,14 +54,13 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Without evaluations; None: unknown, no step is left, or it is not running."""
+        """Leaves evaluations out. None: unknown, no step left, or not running."""
         if self.state != "running" or self.seconds_per_step is None or self.step >= self.num_steps:
             return None
         return (self.num_steps - self.step) * self.seconds_per_step
 
     @property
     def on_resume(self) -> str:
-        """What `tlt train --resume` would do."""
         command = f"tlt train --resume {quoted(self.folder)}"
         if self.state == "running":
             return "refused while it runs"
@@ -75,7 +77,6 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Raises UserError if the folder holds no run."""
     num_steps = _num_steps(folder)
     metrics = folder / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []
@@ -102,7 +103,6 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _num_steps(folder: Path) -> int:
-    """Reads no other key."""
     try:
         num_steps = parse_json(read_file(folder / "config.json").decode())["run"]["num_steps"]
         if type(num_steps) is not int or not 0 <= num_steps < 10**18:
@@ -135,7 +135,6 @@ def _is_finished(folder: Path, num_steps: int, step: int, evaluations: Sequence[
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files that a run writes while it goes on."""
     yield from (path for path in folder.iterdir() if path.is_file() and path.name != ".lock")
     yield from folder.glob("journal/step-*/*")
     yield from folder.glob("checkpoints/*")
@@ -157,7 +156,7 @@ def _failures(log: Path) -> list[tuple[str, str]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Also by a run on another machine, where the file system knows locks (run_folder.py)."""
+    """True also for a run on another machine, where the file system knows locks (run_folder.py)."""
     try:
         with (folder / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
@@ -169,7 +168,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def lock_holder(folder: Path) -> int | None:
-    """None: unknown here."""
+    """None: unknown on this machine."""
     try:
         inode = (folder / ".lock").stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()

@@ -1,13 +1,10 @@
-"""Tensors of all ranks as safetensors files, each written by one rank and read in slices by any number of
-ranks.
+"""Tensors of all ranks as safetensors files, each written by one rank and read in slices by any number.
 
-    rank 0   ▏policy.a▕▏policy.b, rows 0 to 7 ▕    ─▶  rank-00000.safetensors
-    rank 1   ▏policy.b, rows 8 to 15▕▏policy.c▕    ─▶  rank-00001.safetensors
+rank 0   ▏policy.a▕▏policy.b, rows 0 to 7 ▕    ─▶  rank-00000.safetensors
+rank 1   ▏policy.b, rows 8 to 15▕▏policy.c▕    ─▶  rank-00001.safetensors
 
-    replicated tensors    are laid one behind the other and cut into equal stretches of bytes
-    sharded tensors       every rank writes its shard
-
-A piece is a box of a tensor: offset and shape. So ranks of any number can read it, replicated or sharded.
+replicated tensors    are laid one behind the other and cut into equal stretches of bytes
+sharded tensors       every rank writes its shard
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ CODES = {
 }
 
 _CHUNK_BYTES = 2**23
-"""Hashed and written at a time: large against the cost of a call, small against a tensor."""
+"""Large against the cost of a call, small against a tensor."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within a tensor."""
@@ -47,11 +44,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A piece of a tensor, ready to be written.
-
-    shape: of the whole tensor.
-    values: a copy on the CPU.
-    """
+    """shape: of the whole tensor.
+    values: a copy on the CPU."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -75,7 +69,6 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """The pieces lie within the tensor and are together as large."""
         size = sum(math.prod(shape) for _, _, shape in self.pieces)
         is_within = all(self._holds(offset, shape) for _, offset, shape in self.pieces)
         return is_within and size == math.prod(self.shape)
@@ -91,8 +84,8 @@ class StoredTensor:
 
 
 def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, TensorPiece]:
-    """Copies of what this rank writes: its shards of DTensors, and its share of replicated tensors. All
-    ranks pass the same names and shapes."""
+    """Copies of this rank's shards of DTensors, and of its share of replicated tensors. All ranks pass the
+    same names and shapes."""
     shared = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     rows = split_rows({name: (_num_rows(t), t.nbytes) for name, t in shared.items()}, rank, world_size)
     parts: dict[str, TensorPiece] = {}
@@ -114,8 +107,8 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def split_rows(
     sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
 ) -> dict[str, tuple[int, int]]:
-    """A rank's rows, [first, end), of tensors given as (rows, bytes). The tensors, one behind the other,
-    are cut into `world_size` equal stretches, at the nearest rows."""
+    """Returns [first, end) rows of tensors given as (rows, bytes): laid end to end, cut into `world_size`
+    equal stretches at the nearest rows."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 
@@ -155,7 +148,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
-    """The metadata say where each piece belongs. Flushes to the disk. Raises OSError."""
+    """The metadata say where each piece belongs. Raises OSError."""
     # the widest dtypes first, so that each tensor is aligned
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1].values.element_size()))
     pieces = json.dumps({name: [part.shape, part.offset] for name, part in ordered.items()})
@@ -204,8 +197,7 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors that these files hold together. Raises OSError, ValueError or KeyError for any
-    other file."""
+    """Raises OSError, ValueError or KeyError for foreign files."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         with path.open("rb") as file:
@@ -228,7 +220,6 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> set[str]:
-    """Files that this process needs for its part of these tensors."""
     files = set()
     for name, tensor in tensors.items():
         _, box = local_box(tensor)
@@ -239,8 +230,7 @@ def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
     """Fills this process's part of each tensor in place, a piece at a time. The caller has compared names,
-    shapes, dtypes and digests. Files are read, not mapped, so that a file removed later frees its disk
-    space."""
+    shapes, dtypes and digests. Files are not mapped: a file removed later frees its disk space."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
         for file_name, offset, shape in stored[name].pieces:
@@ -256,7 +246,6 @@ def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor],
 
 
 def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, common: Box) -> Tensor:
-    """Reads only the rows of a piece that hold the common box."""
     window, shape = _window(common, piece), piece[1]
     rows = window[0] if window else slice(0, 1)
     row_bytes = dtype.itemsize * math.prod(shape[1:])

@@ -17,8 +17,6 @@ from tlt.engine.vllm.inside.runner_v1 import Batch
 
 
 class BlockDrafter:
-    """Wraps the proposer of a runner."""
-
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.drafter, self.batch, self.window = runner.drafter, batch, runner.max_model_len
         self._propose = self.drafter.propose
@@ -57,7 +55,6 @@ class BlockDrafter:
         )
 
     def choose(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
-        """Ranks the slots of all blocks, request after request."""
         slots_B, length = self.batch.slots_B, self.drafter.num_speculative_tokens
         positions_BK = self.batch.next_B[:, None] + torch.arange(length, device=slots_B.device)
         logits_RV = self.drafter.model.compute_logits(hidden_states)

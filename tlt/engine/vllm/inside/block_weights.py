@@ -18,20 +18,19 @@ from torch import Tensor
 
 
 class BlockWeights:
-    """One update. model: vLLM's DFlash drafter."""
+    """One update of vLLM's DFlash drafter."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.context = model, dict[str, Tensor]()
         model._read_mask_embedding = model.model._build_fused_kv_buffers = lambda: None
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the sources of the copies."""
         kinds = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "hidden_norm.weight")
         self.context |= {name: tensor for name, tensor in tensors.items() if name.endswith(kinds)}
 
     @torch.no_grad()
     def end(self) -> None:
-        """Writes the copies."""
+        """Writes the copies in place."""
         del self.model._read_mask_embedding, self.model.model._build_fused_kv_buffers
         if not self.context:  # the head alone has changed
             return
@@ -56,8 +55,7 @@ class BlockWeights:
 
 
 def mend_key_norms(model: Any) -> None:
-    """vLLM's CPU kernel is given the k_norms of all layers, stacked, and takes the first for all: this
-    reads each."""
+    """vLLM's CPU kernel applies the first layer's k_norm to all layers; this applies each layer's."""
 
     def normalize(keys_LNKD: Tensor) -> Tensor:
         eps, norms_LD = model._rms_norm_eps, model._k_norm_weights

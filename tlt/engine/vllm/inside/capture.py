@@ -16,13 +16,11 @@ from tlt.engine.vllm.inside.runner_v1 import Batch
 
 
 class FeatureCapture:
-    """Wraps a runner's `propose_draft_token_ids`, which receives the hidden states."""
-
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.runner, self.batch = runner, batch
         self.features_SLF: Tensor | None = None
         self.known_S = torch.zeros(len(batch.table.laws), dtype=torch.int64, device=batch.table.device)
-        """Positions captured from 0 on, by slot; -1: some are missing."""
+        """Captured from position 0 on, by slot; -1: some are missing."""
         batch.table.on_enter.append(self.forget)
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
@@ -57,11 +55,10 @@ class FeatureCapture:
         return kept
 
     def forget(self, slot: int) -> None:
-        """Another request has entered the slot."""
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
-        """Features [num_positions, F]; None where some were never computed here, as in vLLM's prefix
+        """Returns features [num_positions, F]; None where some were not computed here, as in vLLM's prefix
         cache."""
         if self.features_SLF is None or int(self.known_S[slot]) < num_positions:
             return None

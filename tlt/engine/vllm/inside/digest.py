@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Hashes names, types, shapes and bytes."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

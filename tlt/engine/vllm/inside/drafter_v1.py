@@ -26,8 +26,6 @@ def why_awake_v1(runner: Any) -> str | None:
 
 
 class DrafterV1:
-    """Wraps a runner's `propose_draft_token_ids`, which receives every step's hidden states."""
-
     def __init__(self, runner: Any, batch: Batch) -> None:
         self.runner, self.drafter, self.batch = runner, runner.drafter, batch
         num_slots = len(batch.table.laws)
@@ -42,7 +40,7 @@ class DrafterV1:
     ) -> Any:  # fmt: skip
         """Returns vLLM's drafts; none, without a drafter pass, where none are wanted.
 
-        metadata: vLLM's of the verification, the attention and the blocks.
+        metadata: of the verification, the attention and the blocks.
         """
         rows = self._rows(scheduler_output)
         read = partial(self._pass, sampling_metadata, metadata[1])

@@ -3,8 +3,8 @@
     propose, no drafts wanted     hidden states ─▶ kept            graphs, sampler and target: as they are
     propose, drafts again         kept ─▶ an eager pass of the drafter ─▶ vLLM's own proposal
 
-The host never waits for the device, and under asynchronous scheduling knows no sequence's length. So
-positions are counted from the step's first position, which the device knows.
+The host never waits for the device. Under asynchronous scheduling it knows no sequence's length: positions
+are counted from the step's first position, which the device knows.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ def why_awake_v2(runner: Any) -> str | None:
 
 
 class DrafterV2:
-    """Wraps the speculator's `propose`, which receives every step's hidden states."""
-
     def __init__(self, runner: Any, table: LawTable) -> None:
         self.runner, self.speculator = runner, runner.speculator
         num_slots = runner.max_num_reqs
         self.unread = UnreadPositions(num_slots, runner.max_model_len, self.speculator.max_num_tokens)
         self.seen_S = np.zeros(num_slots, dtype=np.int64)
-        """Positions passed, by slot. Only differences matter."""
+        """Positions that have passed by, by slot. Differences alone matter."""
         table.on_enter.append(self.unread.forget)
         self._propose = self.speculator.propose
         self.speculator.propose = self.propose
@@ -88,8 +86,7 @@ class DrafterV2:
         return self.unread.keep(rows, features(*states), positions_N, slots_B, read)
 
     def _rows(self, input_batch: Any) -> Rows:
-        """A row that verifies drafts is left to vLLM's own pass: only the device knows how many were
-        rejected."""
+        """Only the device knows how many drafts were rejected: such rows are left to vLLM's own pass."""
         slots_B, counts_B = input_batch.idx_mapping_np, input_batch.num_scheduled_tokens
         starts_B = self.seen_S[slots_B]
         self.seen_S[slots_B] += counts_B

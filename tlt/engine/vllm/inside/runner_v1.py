@@ -1,10 +1,8 @@
 """The law in vLLM's first model runner (CPU builds): our samplers replace vLLM's.
 
-    logits ─▶ vLLM's processors (penalties, grammar, …) ─▶ LawSampler: a row a request ──────────────┐
-                                                        └▶ LawRejectionSampler: a row for each draft ┴▶ tokens
-    hidden states ─▶ drafter ─▶ ranked with the target's noise ─▶ drafts
-
-A draft is accepted if the target draws the same token.
+logits ─▶ vLLM's processors (penalties, grammar, …) ─▶ LawSampler: a row a request ──────────────┐
+                                                    └▶ LawRejectionSampler: a row for each draft ┴▶ tokens
+hidden states ─▶ drafter ─▶ ranked with the target's noise ─▶ drafts
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class Batch:
         self._request_ids: list[str] = []
         self._slots_B = torch.zeros(0, dtype=torch.int64)
         self.next_B = self._slots_B
-        """Position of the first drafted token, behind the tokens that this step has drawn."""
+        """Position of the first drafted token."""
         self.has_ranks = False
-        """Whether a request may read the rank of its tokens: our engine's do not."""
+        """A request may read its tokens' ranks; our engine's do not."""
 
     @property
     def is_empty(self) -> bool:
@@ -62,8 +60,7 @@ class Batch:
 
 
 class LawSampler(Sampler):
-    """Draws every request's next token. vLLM's own sampler handles the warm-up, whose rows have no
-    request."""
+    """vLLM's own sampler handles the warm-up, whose rows have no request."""
 
     def __init__(self, batch: Batch, replaced: Sampler) -> None:
         super().__init__(replaced.logprobs_mode)
@@ -99,7 +96,7 @@ class LawSampler(Sampler):
 
 
 class LawRejectionSampler(RejectionSampler):
-    """Draws a token at every drafted position and accepts the drafts that agree."""
+    """Draws at every drafted position, and accepts drafts that agree."""
 
     def __init__(self, batch: Batch, sampler: LawSampler, replaced: RejectionSampler) -> None:
         torch.nn.Module.__init__(self)
@@ -157,7 +154,6 @@ class LawRejectionSampler(RejectionSampler):
 
 
 def install_v1(runner: Any, tau: float) -> Batch:
-    """A learned drafter then ranks its tokens with the target's noise."""
     vocab_size = runner.model_config.get_vocab_size()
     batch = Batch(runner, LawTable(runner.max_num_reqs, vocab_size, runner.device, tau))
     runner.sampler = LawSampler(batch, runner.sampler)
@@ -170,18 +166,15 @@ def install_v1(runner: Any, tau: float) -> Batch:
 
 
 def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
-    """Whether the drafter can read a step.
-
-    vLLM wants room for a whole draft behind the longest sequence and its draft, else every request
-    verifies zeros. But these proposers stop at the window, and the scheduler cuts their drafts there.
-    """
+    """vLLM wants room for a whole draft behind the longest sequence and its draft, else every request
+    verifies zeros. These proposers stop at the window, and the scheduler cuts their drafts there."""
     is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
     keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "dflash", "ngram")
     return attention is not None and ((is_as_long and keeps_within) or fits(attention))
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """Replaces the drafter's choice of tokens, called for every position from `next_B` on."""
+    """A proposal calls `choose` for every position from `next_B` on."""
     propose, level = drafter.propose, 0
 
     def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:

@@ -39,8 +39,6 @@ class LawProcessor(LogitsProcessor):
 
 
 def install_v2(runner: Any, tau: float) -> LawTable:
-    """Returns the table of the runner's LawProcessor. A learned drafter then ranks with the target's
-    noise."""
     (table,) = (one.table for one in runner.sampler.logits_processors if isinstance(one, LawProcessor))
     table.tau = tau
     speculator = runner.speculator

@@ -1,7 +1,7 @@
 """vLLM's scheduler, with a draft length set before every step and counts of what a step verified.
 
-A length chosen for a step is drafted at its end and verified in the next step (one later under
-asynchronous scheduling). So verified lengths come from the scheduler's output, never from the choice.
+A chosen length is drafted at its step's end and verified in the next (one later under asynchronous
+scheduling): verified lengths come from the scheduler's output.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class LengthScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
-        """Tokens that every request drafts at the next step's end."""
+        """Draft length of every request at the next step's end."""
         self.verified: dict[str, Verified] = {}
-        """By request, of the last finished step."""
+        """Drafts that the last finished step verified, by request."""
         self.num_preempted = 0
-        """Since Link.take_preemptions."""
+        """Preemptions since Link.take_preemptions."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = self.dynamic_sd_lookup

@@ -1,9 +1,6 @@
 """Refuses what the law cannot serve, in one sentence: a server at its start, a request with HTTP 400.
 
-    vllm serve ─▶ check_server ─▶ …         a request ─▶ admit ─▶ its seed, or a random one ─▶ workers
-
-All else that vLLM offers applies before the law (penalties, grammar, …) or after it (stop texts,
-streaming).
+vllm serve ─▶ check_server ─▶ …         a request ─▶ admit ─▶ its seed, or a random one ─▶ workers
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
 """The scheduler with a server's tuner, for `--scheduler-cls`."""
 
 SEED_BITS = 62
-"""Of a seed drawn for a request without one. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
+"""Of a drawn seed. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
 
 
 def prior_of(law: Mapping[str, Any]) -> CostPrior:
-    """Reads the key `tuner` of the law's configuration. Raises UserError."""
+    """Reads the law's key `tuner`. Raises UserError."""
     try:
         return CostPrior(**{name: float(size) for name, size in law.get("tuner", {}).items()})
     except (AttributeError, TypeError, ValueError):
@@ -48,14 +45,14 @@ def to_json(prior: CostPrior) -> dict[str, float]:
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
-    """None: vLLM samples by itself. `additional_config` may be a platform's own object, and is absent from
-    stand-ins in vLLM's tests."""
+    """None: vLLM samples by itself. `additional_config` may be a platform's own object; stand-ins in
+    vLLM's tests have none."""
     given = getattr(config, "additional_config", None)
     return given.get(CONFIG_KEY) if isinstance(given, dict) else None
 
 
 def check_server(config: Any) -> None:
-    """Raises UserError where tokens would not be the law's, or the tuner could not set draft lengths."""
+    """Raises UserError where tokens would not be the law's, or the tuner could not work."""
     if config.scheduler_config.scheduler_cls == TUNED:
         _check_tuned(config)
     given = law_config(config)
@@ -128,11 +125,8 @@ def _check_tuned(config: Any) -> None:
 
 
 def admit(config: Any, params: Any) -> None:
-    """Raises UserError for SamplingParams that the law cannot serve.
-
-    Draws a missing seed here, where requests arrive: all ranks need the same seed, and a preempted request
-    keeps it.
-    """
+    """Raises UserError for SamplingParams that the law cannot serve. Draws a missing seed: all ranks need
+    the same, and a preempted request keeps it."""
     if params.logprob_token_ids is not None and not config.use_v2_model_runner:
         raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
     law = RowLaw.of(params)

@@ -1,9 +1,6 @@
-"""vLLM's scheduler with TLT's tuner, for a server: before every step it chooses the draft length, 0
-included.
+"""vLLM's scheduler with TLT's tuner, for a server: before every step it chooses the draft length.
 
     schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ seconds, accepted drafts ─▶ observe
-
-    vllm serve … --scheduler-cls tlt.engine.vllm.inside.tuned.TunedScheduler
 
 Requests keep coming, so the tuner plans for its whole horizon instead of for the tokens that are left.
 """
@@ -29,8 +26,8 @@ logger = init_logger("vllm.tlt")
 
 
 class TunedScheduler(LengthScheduler):
-    """A choice is drafted at the end of its step and verified in the next step: `check_server` refuses
-    servers whose steps overlap."""
+    """A choice is drafted at its step's end and verified in the next: `check_server` refuses steps that
+    overlap."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +46,7 @@ class TunedScheduler(LengthScheduler):
         self._strategy = self._verified_by = Strategy.OFF
         self._began = 0.0
         self._batch: BatchState | None = None
-        """Of the step under way; None: the step also reads prompts, and teaches nothing."""
+        """Of this step; None: it also reads prompts, and teaches nothing."""
         self._stats, self._said_at = EngineStats(), time.monotonic()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +74,6 @@ class TunedScheduler(LengthScheduler):
         return outputs
 
     def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
-        """Accounts a step in which all requests decode. num_sampled: tokens by request."""
         verified = self._verified_by
         rows = [
             (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
@@ -95,7 +91,6 @@ class TunedScheduler(LengthScheduler):
             self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:
-        """As often as vLLM logs its own figures."""
         if time.monotonic() - self._said_at < envs.VLLM_LOG_STATS_INTERVAL:
             return
         stats, self._stats, self._said_at = self._stats, EngineStats(), time.monotonic()

@@ -24,32 +24,31 @@ KEPT_BYTES = 1 << 28
 """Memory for skipped hidden states. A request that has filled its share is read at once."""
 
 NOTHING = np.iinfo(np.int64).max
-"""The first unread position where all is read."""
+"""First unread position of a slot where all is read."""
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The requests of a step: the target computes `counts_B` positions of each, from `starts_B` on."""
+    """A step's requests: the target computes `counts_B` positions, from `starts_B` on."""
 
     slots_B: Integers
     starts_B: Integers
     counts_B: Integers
     are_prompts_B: np.ndarray[Any, np.dtype[np.bool_]]
-    """Whether vLLM's own pass reads the row, as it reads prompts."""
+    """vLLM's own pass reads these rows."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Input of a drafter pass: of some rows of a step, the positions from `firsts_B` to `ends_B`."""
+    """A drafter pass: of some rows of a step, positions `firsts_B` to `ends_B`."""
 
     rows_B: Integers
-    """Indices in the step's batch."""
     slots_B: Integers
     firsts_B: Integers
     ends_B: Integers
-    """The step's first positions, which vLLM's own proposal reads."""
+    """The step's first positions, for vLLM's own proposal."""
 
     @property
     def counts_B(self) -> Integers:
@@ -57,25 +56,23 @@ class Unread:
 
     @property
     def borders(self) -> Integers:
-        """Offset of each row in the pass, and the pass's size."""
+        """Offset of each row in the pass, then the pass's size."""
         return np.concatenate([[0], self.counts_B.cumsum()])
 
     @property
     def behind_N(self) -> Integers:
-        """Distance of every position from its row's end, negative."""
+        """Distance of each position from its row's end, negative."""
         return np.arange(self.borders[-1]) - self.each(self.borders[1:])
 
     def each(self, values_B: Integers) -> Integers:
-        """Repeats a row's value at each of its positions."""
         return np.repeat(values_B, self.counts_B)
 
 
 Read = Callable[[Unread], None]
-"""Runs a drafter pass that proposes nothing."""
 
 
 def why_awake(config: Any, own: Mapping[str, bool]) -> str | None:
-    """Why a drafter may miss no step; None: it may. own: the runner's reasons → whether they hold."""
+    """Why a drafter may miss no step. own: the runner's reasons → whether they hold."""
     reasons = {
         "data-parallel ranks wait for its passes": config.parallel_config.data_parallel_size > 1,
         "its keys and values go to other engines": config.kv_transfer_config is not None,
@@ -85,7 +82,7 @@ def why_awake(config: Any, own: Mapping[str, bool]) -> str | None:
 
 
 class UnreadPositions:
-    """Keeps the hidden states of positions that the drafter has not read.
+    """Hidden states that the drafter has not read.
 
     longest: positions of a sequence.
     longest_pass: positions of a drafter pass.
@@ -99,7 +96,6 @@ class UnreadPositions:
         """Position p of a slot is in row p modulo R."""
 
     def forget(self, slot: int) -> None:
-        """The slot has a new request."""
         self.first_S[slot] = NOTHING
 
     def take(self, slots_N: Tensor, positions_N: Tensor) -> Tensor:
@@ -108,15 +104,14 @@ class UnreadPositions:
         return self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]]
 
     def read(self, rows: Rows, indices: Integers, read: Read) -> None:
-        """Lets the drafter read these rows up to this step's positions."""
         firsts_B = self.first_S[rows.slots_B]
         for some in self._passes(indices, rows.starts_B - firsts_B):
             read(Unread(some, rows.slots_B[some], firsts_B[some], rows.starts_B[some]))
         self.first_S[rows.slots_B[indices]] = NOTHING
 
     def keep(self, rows: Rows, hidden_NF: Tensor, positions_N: Tensor, slots_B: Tensor, read: Read) -> bool:
-        """Keeps this step's hidden states, unless the drafter runs now: it does, over every row, where one
-        is a prompt. Returns whether it does. hidden_NF: padding may follow."""
+        """Stores this step's hidden states. Returns whether the drafter runs now, over every row, as it
+        does where one is a prompt. hidden_NF may end in padding."""
         hidden_NF = hidden_NF[: rows.counts_B.sum()]
         room = self.make_room(hidden_NF).shape[1]
         has_prompts = bool((rows.are_prompts_B | (rows.counts_B > room)).any())
@@ -154,7 +149,6 @@ class UnreadPositions:
         self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]] = hidden_NF
 
     def _passes(self, indices: Integers, counts_B: Integers) -> Iterator[Integers]:
-        """Groups the rows with unread positions, a pass each."""
         group, size = list[int](), 0
         for index in indices[counts_B[indices] > 0].tolist():
             if size + counts_B[index] > self.longest_pass:
@@ -167,5 +161,4 @@ class UnreadPositions:
 
 
 def features(hidden_states: Tensor, aux_hidden_states: Sequence[Tensor] | None) -> Tensor:
-    """The drafter's input: the target's last hidden states, or some layers'."""
     return torch.cat(tuple(aux_hidden_states), dim=-1) if aux_hidden_states else hidden_states

@@ -40,13 +40,12 @@ class TltWorker:
     device: torch.device
     weight_transfer_engine: Any
     _tlt_awaited: frozenset[str] = frozenset()
-    """Parameters not loaded yet in this update, by vLLM's names."""
+    """Parameters not loaded yet, by vLLM's names."""
     _tlt_block: BlockWeights | None = None
-    """None: no DFlash drafter is updated."""
+    """None: the update is not of a DFlash drafter."""
 
     def tlt_hear_termination(self) -> None:
-        """Unblocks SIGTERM, perhaps inherited blocked: a rank that ends terminates its workers and waits
-        for them."""
+        """Unblocks SIGTERM, perhaps inherited blocked: an ending rank terminates its workers and waits."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tlt_begin(self, is_drafter: bool) -> None:
@@ -60,7 +59,7 @@ class TltWorker:
         self._tlt_block = BlockWeights(model) if is_block else None
 
     def tlt_part(self, is_drafter: bool, part: WeightPart) -> str:
-        """Returns the digest of tensors that came in a file."""
+        """Returns the digest of a file's tensors."""
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
             loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
@@ -77,8 +76,7 @@ class TltWorker:
                 self._tlt_block.end()
 
     def tlt_try_shared(self, part: dict[str, Any]) -> str:
-        """Digest of tensors in this GPU's memory, as vLLM's weight transfer reads them. Changes no
-        weights."""
+        """Digest of tensors as vLLM's weight transfer reads them. Changes no weights."""
         engine, arrived = self.weight_transfer_engine, Arrived()
         engine.set_weight_update_target(arrived, engine.model_config)
         try:
@@ -88,7 +86,7 @@ class TltWorker:
             engine.reset_weight_update_target()
 
     def tlt_shared_part(self, part: dict[str, Any]) -> bool:
-        """Loads a part from this GPU's memory. Returns whether vLLM has buffered some of it to read later."""
+        """Returns whether vLLM has buffered some of the part to read later."""
         before = self._tlt_buffered()  # holding these keeps their ids from being reused
         self.update_weights(part)  # type: ignore[attr-defined]  # the worker's own method
         return bool(set(map(id, self._tlt_buffered())) - set(map(id, before)))
@@ -99,8 +97,8 @@ class TltWorker:
         torch.accelerator.synchronize()
 
     def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
-        """Returns packed.head_error, and the parameters not loaded (unknown after vLLM's own transfer). A
-        drafter is not checked: it may lack the target's tensors."""
+        """Returns packed.head_error, and parameters not loaded (unknown after vLLM's own transfer). A
+        drafter may lack the target's tensors: it is not checked."""
         if is_drafter:
             return 0.0, []
         model = self._tlt_model(is_drafter)
@@ -110,14 +108,14 @@ class TltWorker:
             return head_error(model), sorted(self._tlt_awaited)
 
     def tlt_clear_caches(self) -> None:
-        """Overwrites all keys and values. Attention multiplies a block's empty places by 0, so NaN there
-        would reach the block's next request."""
+        """Attention multiplies a block's empty places by 0: NaN there would reach the block's next
+        request."""
         for cache in self.model_runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else (cache,):
                 part.zero_()
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
-        """Features [num_positions, F] of a running request; None: some are missing."""
+        """Returns features [num_positions, F]; None: some are missing."""
         capture = self._tlt_installed.capture
         if capture is None:
             return None
@@ -144,14 +142,14 @@ class TltWorker:
         return self.model_runner.get_model()
 
     def _tlt_buffered(self) -> list[Tensor]:
-        """Received tensors that vLLM keeps until their layer is complete."""
+        """vLLM keeps these tensors until their layer is complete."""
         layers = self.weight_transfer_engine.model.modules()
         kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
         return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
 
 
 class Arrived:
-    """Stands in for a model, and keeps the loaded tensors."""
+    """Stands in for a model."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.tensors = dict(weights)
