@@ -74,6 +74,9 @@ class RunSection(DeviceSection):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints that stay in the run's folder; older ones are removed when a new one is
     complete."""
+    save_dtype: Literal["float32", "float64", "float16", "bfloat16"] | None = None
+    """Number type that policy/ and best/ are saved in; checkpoints keep the weights as they are trained.
+    None: the type that most numbers of model.path are stored in (float64 if run.dtype is)."""
     keep_responses: KeptGib = 1.0
     """GiB for the responses of steps and evaluations with their rewards, as JSON lines in the folder
     responses: those of the oldest steps are removed where there are more. 0: none are kept. tlt report
