@@ -83,7 +83,7 @@ test: $(DEV_STAMP)
 
 # What PyTorch, oneDNN and Numba choose on most laptops, and on servers before AVX-512.
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell
-COMPUTING := $(addprefix tests/unit/,models engine drafter rl) tests/lossless
+COMPUTING := $(addprefix tests/unit/,models engine drafter speculation training/update) tests/lossless
 
 avx2-test: $(DEV_STAMP)
 	$(AS_AVX2) $(BIN)/python -m pytest $(COMPUTING) -m 'not slow' $(SIDE_BY_SIDE) $(ARGS)
