@@ -235,25 +235,31 @@ def to_rank(rank: int, number: signal.Signals) -> Send:
     return lambda _, ranks: os.kill(ranks[rank], number)
 
 
-def kill_while_it_imports(rank: int) -> Send:
-    """The agent starts the ranks in their order; what else the launcher has started runs another program."""
+def to_rank_that_imports(rank: int, number: signal.Signals) -> Send:
+    return lambda launcher, _: os.kill(wait_for_ranks(launcher, rank + 1)[rank], number)
 
+
+def to_group_while_it_imports(number: signal.Signals) -> Send:
     def send(launcher: int, _: list[int]) -> None:
-        deadline = time.monotonic() + 60
-        while len(found := spawned_by(launcher)) <= rank and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(found[rank], signal.SIGKILL)
+        wait_for_ranks(launcher, 2)
+        os.killpg(launcher, number)
 
     return send
 
 
 def kill_launcher_while_its_ranks_import(launcher: int, _: list[int]) -> None:
     """Once it has told them what to do, so that nothing is left for which they would have to wait."""
-    deadline = time.monotonic() + 60
-    while len(spawned_by(launcher)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_ranks(launcher, 2)
     time.sleep(0.3)
     os.kill(launcher, signal.SIGKILL)
+
+
+def wait_for_ranks(launcher: int, num: int) -> list[int]:
+    """The agent starts the ranks in their order; what else the launcher has started runs another program."""
+    deadline = time.monotonic() + 60
+    while len(found := spawned_by(launcher)) < num and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def spawned_by(parent: int) -> list[int]:
@@ -294,7 +300,7 @@ SCENARIOS = {
     ),
     "killed beside one that polls": Scenario("loop", (("ready", 0.2, to_rank(0, signal.SIGKILL)),)),
     "killed while the ranks import": Scenario(
-        "loop", (("started", 0.0, kill_while_it_imports(1)),), is_spawned=True
+        "loop", (("started", 0.0, to_rank_that_imports(1, signal.SIGKILL)),), is_spawned=True
     ),
     "a rank exits": Scenario("exit"),
     "killed once, and started again": Scenario("killed once", num_restarts=3),
@@ -320,7 +326,9 @@ SCENARIOS = {
     "parent killed while the ranks import": Scenario(
         "loop", (("started", 0.0, kill_launcher_while_its_ranks_import),), is_spawned=True
     ),
-    "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),), is_spawned=True),
+    "ctrl-c while the ranks import": Scenario(
+        "loop", (("started", 0.0, to_group_while_it_imports(signal.SIGINT)),), is_spawned=True
+    ),
     "sigterm to the parent": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
     "ctrl-c twice": Scenario("deaf", (("ready", 0.0, CTRL_C), ("ready", 0.5, CTRL_C))),
     "grace is over": Scenario("deaf", (("ready", 0.0, CTRL_C),), grace=1.0),
