@@ -13,7 +13,7 @@ from tests.vllm.parts import BASE, DRAFTER, own_engine, vllm_engine
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets those go first that need vLLM's worker in this process: once retrieval has drafted here,
     workers have processes."""
-    items.sort(key=lambda item: "test_live.py" not in item.nodeid)
+    items.sort(key=lambda item: "vllm/test_live.py" not in item.nodeid)
 
 
 @pytest.fixture(scope="session")
