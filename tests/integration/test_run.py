@@ -80,37 +80,23 @@ def test_speculation_on_and_off_are_the_same_run_in_float64(
     assert all(record.rollout.accept_length >= 1 for record in records(speculating_run))
 
 
-def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
+def test_generating_two_steps_ahead_with_a_draft_vocabulary_that_is_renewed_changes_no_token_and_no_weight(
     workspace: Path, speculating_run: Path, programs: Programs
 ) -> None:
-    """One step: proofs/test_killed_runs.py."""
-    follows = (
-        "--rollout.speculation",
-        "ahead+hybrid:64x1x64",
-        "--rollout.ahead",
-        "2",
-        "--rollout.migrate",
-        "false",
-    )
-    ahead = train(workspace, "ahead", *follows, programs=programs)
-    assert what_the_law_fixes(ahead) == what_the_law_fixes(speculating_run)
-    assert same_weights(ahead, speculating_run)
+    """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end.
+    One step ahead: proofs/test_killed_runs.py; as many as pay: proofs/test_idle_time.py."""
+    follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "2")
+    words = ("--rollout.migrate", "false", "--evaluation.every", "1", "--drafter.vocabulary", "9")
+    ahead = train(workspace, "ahead", *follows, *words, programs=programs)
+    assert not difference(ahead, speculating_run)
     assert sum(record.idle.ahead_tokens for record in records(ahead)) > 0
     assert {age for record in records(ahead) for age in record.rollout.followed_by_age} >= {"1"}
     assert not any(record.idle.ahead_tokens for record in records(speculating_run))
-
-
-def test_whatever_idle_time_is_spent_on_the_run_is_the_same(
-    workspace: Path, speculating_run: Path, programs: Programs
-) -> None:
-    follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "adaptive")
-    adaptive = train(workspace, "ahead-adaptive", *follows, programs=programs)
-    assert what_the_law_fixes(adaptive) == what_the_law_fixes(speculating_run)
-    assert same_weights(adaptive, speculating_run)
-    for record in records(adaptive):
-        assert record.idle.gain.keys() == record.idle.cost.keys() == {"ahead", "train"}
-    used = {use for record in records(adaptive) for use in record.idle.seconds_by_use}
-    assert used & {"ahead", "train"}
+    covered = [(record.drafter.vocabulary, record.drafter.coverage) for record in records(ahead)]
+    assert [size for size, _ in covered[1:]] == [9] * 4
+    assert all(0 < coverage <= 1 for _, coverage in covered)
+    assert len(json.loads((ahead / "drafter" / "token_counts.json").read_text())["token_ids"]) > 9
+    assert "from the 9 most frequent tokens" in (workspace / "ahead.txt").read_text()
 
 
 def test_one_rank_generates_the_same_responses_as_two(
@@ -249,22 +235,6 @@ def test_a_second_run_into_the_same_folder_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "--resume" in said
-
-
-NINE_TOKENS = ("--rollout.speculation", "4x1x4", "--evaluation.every", "1", "--drafter.vocabulary", "9")
-
-
-def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token(
-    workspace: Path, speculating_run: Path, programs: Programs
-) -> None:
-    """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end."""
-    whole = train(workspace, "nine", *NINE_TOKENS, programs=programs)
-    assert not difference(whole, speculating_run)
-    covered = [(record.drafter.vocabulary, record.drafter.coverage) for record in records(whole)]
-    assert [size for size, _ in covered[1:]] == [9] * 4
-    assert all(0 < coverage <= 1 for _, coverage in covered)
-    assert len(json.loads((whole / "drafter" / "token_counts.json").read_text())["token_ids"]) > 9
-    assert "from the 9 most frequent tokens" in (workspace / "nine.txt").read_text()
 
 
 def test_a_run_is_measured_with_its_own_drafter_and_problems(

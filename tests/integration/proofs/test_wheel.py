@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = """--run.num_steps 2 --run.num_ranks 1 --run.checkpoint_every 0 --task.num_problems 4 --rollout.problems_per_step 2
     --rollout.samples_per_problem 2 --sampling.max_tokens 16 --evaluation.num_problems 2 --evaluation.samples_per_problem 1
     --run.out_dir out"""
