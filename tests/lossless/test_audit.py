@@ -60,9 +60,13 @@ def audit(
 
 
 @pytest.mark.parametrize(
-    "params", PARAMS, ids=lambda p: f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}"
+    ("mode", "params"),
+    [
+        *(("switching", params) for params in PARAMS),
+        *((mode, PARAMS[-1]) for mode in ("off", "chain", "tree")),
+    ],
+    ids=lambda p: p if isinstance(p, str) else f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}",
 )
-@pytest.mark.parametrize("mode", TUNERS)
 def test_our_engine_passes_in_every_mode_under_every_setting(
     mode: str, params: SamplingParams, referee: Referee
 ) -> None:
@@ -86,18 +90,17 @@ def with_fault(
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param(PARAMS[1], id="sampled", marks=pytest.mark.slow),
+        pytest.param(PARAMS[1], id="sampled"),
         pytest.param(PARAMS[3], id="top-k"),
         pytest.param(PARAMS[0], id="greedy"),
     ],
 )
-def test_a_rejected_draft_accepted_with_probability_001_is_found(
-    params: SamplingParams, referee: Referee
-) -> None:
-    """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all."""
-    fault = PlantedFault(0.01)
+def test_a_rejected_draft_accepted_now_and_then_is_found(params: SamplingParams, referee: Referee) -> None:
+    """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all; 3
+    where they are rare and not impossible. At 1 in 100 there, test_verdict.py states the number of tokens."""
     is_plain = params.temperature > 0 and not params.truncates
-    report = audit(referee, with_fault(fault), params, num_responses=2000 if is_plain else 200)
+    fault = PlantedFault(0.03 if is_plain else 0.01)
+    report = audit(referee, with_fault(fault), params, num_responses=400 if is_plain else 150)
     assert fault.num_planted > 20
     assert report.is_convicted
     if is_plain:  # the fault's tokens are rare, not impossible: only their number tells

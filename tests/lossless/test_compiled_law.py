@@ -103,12 +103,11 @@ def test_tokens_are_the_references(shape: str, num_rows: int, vocab_size: int) -
         assert worst <= 1
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_quarter_of_a_million_tokens_are_the_references(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def test_a_quarter_of_a_million_tokens_are_the_references() -> None:
+    generator = torch.Generator().manual_seed(0)
     for part, shape in enumerate(["normal", "peaked", "tied", "flat"]):
         logits_RV = SHAPES[shape](1 << 16, 31, generator)
-        assert disagreement(logits_RV, *cases(1 << 16, 31, 10 * seed + part, LAWS))[0] == 0
+        assert disagreement(logits_RV, *cases(1 << 16, 31, part, LAWS))[0] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -143,7 +142,7 @@ def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, 
     raise AssertionError("no tie was found")
 
 
-@pytest.mark.parametrize("position", range(1, 9))
+@pytest.mark.parametrize("position", [1, 8])
 def test_a_tie_is_left_to_the_reference_and_falls_to_the_lowest_id(position: int) -> None:
     logits_1V, keys_14, positions_1, (lowest, _) = tied(position)
     params = BatchParams([SamplingParams()])
@@ -220,8 +219,11 @@ def engine_tokens(strategy: Strategy, max_batch_size: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("strategy", [Strategy.OFF, CHAIN, TREE, Strategy("ngram", 3, 2, 6)], ids=str)
-@pytest.mark.parametrize("max_batch_size", [1, 6])
+@pytest.mark.parametrize(
+    ("strategy", "max_batch_size"),
+    [(Strategy.OFF, 1), (CHAIN, 6), (TREE, 6), (Strategy("ngram", 3, 2, 6), 6)],
+    ids=str,
+)
 def test_an_engine_draws_the_same_without_numba(
     strategy: Strategy, max_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

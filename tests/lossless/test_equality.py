@@ -37,9 +37,9 @@ from tlt.speculation.tuner.protocol import BatchState, StepOutcome
 from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
 
 POLICY = make_policy()
-REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
+REQUESTS = make_requests(num_problems=7, num_samples=2, seed=11)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
-FEW = REQUESTS[::4]
+FEW = REQUESTS[::2]
 """One response to each prompt, and of each sampling setting: for engines that take one at a time."""
 
 STRATEGIES = [
@@ -64,7 +64,8 @@ def test_without_speculation_the_engine_says_what_transformers_and_the_law_say()
 
 
 ALL = {*STRATEGIES, *RETRIEVING}
-CASES = [*((arm, size) for arm in STRATEGIES + RETRIEVING for size in (1, 3, 28)),
+CASES = [*((arm, 3) for arm in STRATEGIES + RETRIEVING),
+         *((arm, size) for arm in (STRATEGIES[1], STRATEGIES[4], RETRIEVING[1], RETRIEVING[6]) for size in (1, 28)),
          *((arm, 7) for arm in ARMS if not arm.is_off and arm not in ALL)]  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, m
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[1], STRATEGIES[4], RETRIEVING[5]], ids=str)
-@pytest.mark.parametrize(("ranking", "window"), [("top-k", 4096), ("coupled", 6), ("top-k", 6)])
+@pytest.mark.parametrize(("ranking", "window"), [("coupled", 6), ("top-k", 6)])
 def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(
     strategy: Strategy, ranking: str, window: int
 ) -> None:
@@ -101,7 +102,7 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(kind: str, max_bat
         return verify(tree, *args)
 
     engine.verify = watched
-    assert_same_as_off(engine, REQUESTS[::2] if max_batch_size == 1 else REQUESTS)
+    assert_same_as_off(engine, REQUESTS)
     assert len(widths) > 1
     assert is_ragged == (max_batch_size > 1)
 
@@ -126,7 +127,7 @@ def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "adversarial", "oracle"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: str, seed: int) -> None:
     engine = make_engine(POLICY, Fixed(Strategy("artificial", 5, 3, 12)), drafter=kind, max_batch_size=6)
     engine.drafter = ArtificialDrafter(kind, seed, OFF)
@@ -136,7 +137,7 @@ def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: s
     assert (accept_length > 1.5) == (kind == "oracle")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=12, unique=True))
@@ -156,8 +157,7 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
     assert found == {id_of(request): OFF[id_of(request)] for request in chosen}
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("slots", [3, 28])
+@pytest.mark.parametrize(("seed", "slots"), [(0, 3), (1, 28)])
 def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_features(
     seed: int, slots: int
 ) -> None:
@@ -220,9 +220,8 @@ def test_logprobs_are_those_of_the_trainers_forward() -> None:
 
 
 def test_in_float32_almost_all_sequences_agree_and_every_difference_begins_at_a_near_tie() -> None:
-    """Fewer than 1 sequence in 1,000 may differ, and only from a token on whose margin in float64 is below
-    1e-3. 1,200 sequences: at most 1 may."""
-    requests = make_requests(num_problems=150, num_samples=8, seed=5, params=PARAMS)
+    """Of 600 sequences 1 may differ, and only from a token on whose margin in float64 is below 1e-3."""
+    requests = make_requests(num_problems=150, num_samples=4, seed=5, params=PARAMS)
     plain = tokens_of(make_engine(POLICY, dtype=torch.float32, max_batch_size=64), requests)
     tuner = Switching(STRATEGIES, seed=0)
     speculated = tokens_of(make_engine(POLICY, tuner, dtype=torch.float32, max_batch_size=64), requests)
@@ -230,7 +229,7 @@ def test_in_float32_almost_all_sequences_agree_and_every_difference_begins_at_a_
     for request in different:
         response_id = id_of(request)
         assert _margin_of_first_difference(request, plain[response_id], speculated[response_id]) < 1e-3
-    assert len(different) <= len(requests) // 1000
+    assert len(different) <= 1
 
 
 def _margin_of_first_difference(request: Request, a: tuple[int, ...], b: tuple[int, ...]) -> float:

@@ -65,7 +65,7 @@ def assert_plain(engine: RolloutEngine) -> None:
         assert max(abs(a - b) for a, b in zip(found[key].logprobs, rollout.logprobs, strict=True)) < 1e-9
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(kinds=st.lists(st.sampled_from(KINDS), min_size=9, max_size=9), arm=st.sampled_from(ARMS))
 def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
     assert_plain(engine_with(Fixed(Strategy.parse(arm)), kinds))
@@ -78,7 +78,7 @@ def test_a_tuner_that_may_use_references_changes_no_token() -> None:
     assert_plain(engine)
 
 
-@pytest.mark.parametrize("piece", [2, 3, 33])
+@pytest.mark.parametrize("piece", [2, 33])
 def test_a_long_chain_is_verified_in_pieces_of_any_length(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
