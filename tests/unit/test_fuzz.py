@@ -37,7 +37,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
 
 @pytest.mark.parametrize("kind", IN_THIS_PROCESS)
 def test_damaged_or_absurd_input_is_taken_or_refused_in_one_line(kind: str, sound: Sound) -> None:
-    for seed in range(4):
+    for seed in range(2):
         assert try_one(INPUTS[kind][0], sound, Random(f"{kind} {seed}"), 60.0).what in GOOD, seed
 
 

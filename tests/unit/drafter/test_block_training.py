@@ -202,7 +202,7 @@ RESPONSES = [
 ]
 
 
-@pytest.mark.parametrize("preset", ["dflash", "dflash-pace", "dspark"])
+@pytest.mark.parametrize("preset", ["dflash-pace", "dspark"])
 def test_the_loss_falls_and_longer_chains_are_accepted(preset: str) -> None:
     shape = drafter_shape(DEEP, PRESETS[preset].method, block=BlockOptions(2, NUM_DRAFTED))
     model = new_model(shape).initialize(0)

@@ -18,13 +18,13 @@ from tlt.base.types import Rollout, SamplingParams, UserError
 
 
 def test_false_positives_stay_below_alpha() -> None:
-    """200 lossless engines at alpha 0.05: at most 10 expected; more than 27 has probability below 1e-6."""
+    """100 lossless engines at alpha 0.05: at most 5 expected; more than 18 has probability below 1e-6."""
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
     convicted = sum(
-        run_audit(table_VV, p_VV, 200, seed, alpha=0.05).detected_at is not None for seed in range(200)
+        run_audit(table_VV, p_VV, 200, seed, alpha=0.05).detected_at is not None for seed in range(100)
     )
-    assert convicted <= binom.ppf(1 - 1e-6, 200, 0.05)
+    assert convicted <= binom.ppf(1 - 1e-6, 100, 0.05)
 
 
 def test_a_lossless_engine_passes() -> None:
@@ -85,23 +85,23 @@ def test_the_verdict_is_lossless_only_where_its_own_power_and_estimates_say_so(
 def test_intervals_contradict_the_verdict_as_seldom_as_the_verdict_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """100 lossless engines at alpha 1e-4, two intervals each: 0.02 of them are expected to leave out the
-    truth; more than `most` has probability below 1e-6. Of 95 % intervals 10 would, and more of those of
+    """50 lossless engines at alpha 1e-4, two intervals each: 0.01 of them are expected to leave out the
+    truth; more than `most` has probability below 1e-6. Of 95 % intervals 5 would, and more of those of
     the likeliest of five sources."""
     monkeypatch.setattr(
         "tlt.apps.audit.verdict.tokens_for_power", lambda *_: None
     )  # slow, and not asked here
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
-    reports = [run_audit(table_VV, p_VV, 200, seed, alpha=1e-4).report("chain") for seed in range(100)]
+    reports = [run_audit(table_VV, p_VV, 200, seed, alpha=1e-4).report("chain") for seed in range(50)]
     shares, means = ([getattr(report, name) for report in reports] for name in ("elsewhere", "surprise"))
-    most = binom.ppf(1 - 1e-6, 100, 2e-4)
+    most = binom.ppf(1 - 1e-6, 50, 2e-4)
     num_wrong = sum(share.low > 0 for share in shares)
     assert num_wrong + sum(not mean.low <= 0 <= mean.high for mean in means) <= most
 
 
 def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
-    """40 engines that say any token with probability 0.01, judged for as many tokens as the clean audit
+    """16 engines that say any token with probability 0.01, judged for as many tokens as the clean audit
     states for power 0.95. Fewer than `least` catches have probability below 1e-4."""
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
@@ -109,8 +109,8 @@ def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
     stated = clean.tokens_for_power["0.01 uniform"]
     assert stated is not None
     assert stated < 5_000
-    runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 140)]
-    least = binom.ppf(1e-4, 40, 0.95)
+    runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 116)]
+    least = binom.ppf(1e-4, 16, 0.95)
     assert sum(run.detected_at is not None for run in runs) >= least
     ratios_RT = torch.cat([ratios_RT for run in runs for ratios_RT in run.ratios_RT], dim=1)
     source, share = most_likely_share(ratios_RT, 1e-4)

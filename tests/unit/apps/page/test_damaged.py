@@ -29,11 +29,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_status_of_a_damaged_run_is_shown_or_one_line(sound: Path) -> None:
-    assert surprises(sound, sample(sound, 120, seed=0), show_status) == []
+    assert surprises(sound, sample(sound, 60, seed=0), show_status) == []
 
 
 def test_the_page_of_a_damaged_run_is_made_or_one_line(sound: Path) -> None:
-    assert surprises(sound, sample(sound, 5, seed=0), show_page) == []
+    assert surprises(sound, sample(sound, 2, seed=0), show_page) == []
 
 
 KNOWN: list[Damage] = [

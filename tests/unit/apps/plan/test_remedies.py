@@ -15,9 +15,8 @@ from tlt.apps.plan.fit import judge, refuse
 from tlt.base.types import UserError
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_remedy_makes_the_run_fit(seed: int, tmp_path: Path) -> None:
-    chance, found = random.Random(seed), Counter[str]()
+def test_every_remedy_makes_the_run_fit(tmp_path: Path) -> None:
+    chance, found = random.Random(0), Counter[str]()
     for model in range(4):
         write_run(folder := tmp_path / str(model), chance)
         found.update(check(draw_asked(folder, chance)) for _ in range(8))

@@ -151,7 +151,7 @@ def test_in_its_first_rollout_the_cost_model_comes_close_to_the_best_arm_at_ever
     hazard: dict[str, float], half_rows: float
 ) -> None:
     shares = []
-    for seed in range(3):
+    for seed in range(2):
         machine = Machine(hazard, half_rows, seed)
         chosen = play(CostModel(ARMS), machine, ROLLOUT)
         shares.append(share_of_best(machine, chosen, ROLLOUT, ARMS))
@@ -162,7 +162,7 @@ def test_in_its_first_rollout_the_cost_model_comes_close_to_the_best_arm_at_ever
 @pytest.mark.parametrize(("size", "num_steps"), [(1, 250), (8, 60), (64, 60)])
 def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_steps: int) -> None:
     """docs/rollout.md states these numbers of engine steps."""
-    for seed in range(3):
+    for seed in range(2):
         machine = Machine({"learned": 0.0, "ngram": 0.0, "hybrid": 0.0}, 25.0, seed)
         chosen = play(CostModel(ARMS), machine, [size] * 600)
         late = chosen[num_steps:]
@@ -286,26 +286,23 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
     half_rows: float,
 ) -> None:
     """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on."""
-    shares = []
-    for seed in range(2):
-        machine, tuner = Machine({}, half_rows, seed), CostModel(ARMS)
-        ideal = seconds = 0.0
-        hindsight: tuple[Hindsight, ...] = ()
-        for step in range(2400):
-            repeats = step // 400 % 2
-            machine.hazard = (
-                {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93}
-                if repeats
-                else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
-            )
-            batch = BatchState(1, 200.0, 0, 0, hindsight=hindsight)
-            arm = tuner.choose(batch)
-            tuner.observe(arm, batch, machine.run(arm, 1))
-            hindsight = machine.hindsight(arm)
-            ideal += machine.tokens(arm) / machine.best(ARMS, 1)
-            seconds += machine.seconds(arm, 1)
-        shares.append(ideal / seconds)
-    assert min(shares) > 0.8
+    machine, tuner = Machine({}, half_rows, seed=0), CostModel(ARMS)
+    ideal = seconds = 0.0
+    hindsight: tuple[Hindsight, ...] = ()
+    for step in range(2400):
+        repeats = step // 400 % 2
+        machine.hazard = (
+            {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93}
+            if repeats
+            else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
+        )
+        batch = BatchState(1, 200.0, 0, 0, hindsight=hindsight)
+        arm = tuner.choose(batch)
+        tuner.observe(arm, batch, machine.run(arm, 1))
+        hindsight = machine.hindsight(arm)
+        ideal += machine.tokens(arm) / machine.best(ARMS, 1)
+        seconds += machine.seconds(arm, 1)
+    assert ideal / seconds > 0.8
 
 
 def test_a_tree_is_not_expected_to_end_where_chains_do() -> None:

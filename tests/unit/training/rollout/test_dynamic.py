@@ -93,7 +93,7 @@ def test_after_the_last_round_others_fill_up_each_problem_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_key_occurs_twice_and_every_round_asks_for_what_lacks_whatever_the_rewards(seed: int) -> None:
     rng = random.Random(seed)
     num = rng.randint(1, 6)
