@@ -4,6 +4,7 @@ a rank costs."""
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ def run_ranks(file: str, folder: Path, *sizes: int, patience: float = 280.0) -> 
 def fork_ranks(rank_main: RankMain) -> None:
     """The program's side: forks all ranks, and ends with 1 where any of them fails. A rank that returns
     has not."""
+    importlib.import_module("torch._dynamo")  # else an optimizer's first step imports it, in every rank
     gc.freeze()  # what is imported is no garbage of any rank
     folder, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
     ranks = [_fork(rank_main, rank, size, folder / str(size)) for size in sizes for rank in range(size)]
