@@ -40,7 +40,6 @@ def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_wa
         Kill("decode", 1),
         Kill("journal", 1, 3),
         Kill(ANYWHERE, LAUNCHER, seconds=0.5),
-        Kill("checkpoint", 1),
     ]
     said = assert_killed_run_equals_whole_one(tmp_path, 3, plan)
     line = next(line for line in said if "(restart 1 of " in line)

@@ -111,7 +111,7 @@ def test_a_rejected_draft_accepted_now_and_then_is_found(params: SamplingParams,
 def test_another_temperature_than_told_is_found(referee: Referee) -> None:
     engine = make_engine(make_policy(), Switching([CHAIN], 0), dtype=torch.float32)
     report = audit(
-        referee, engine, SamplingParams(temperature=0.9), 200, told=SamplingParams(temperature=1.0)
+        referee, engine, SamplingParams(temperature=0.8), 100, told=SamplingParams(temperature=1.0)
     )
     assert report.is_convicted
     assert report.surprise is not None
@@ -128,10 +128,10 @@ def test_truncation_forgotten_is_found(referee: Referee) -> None:
 def test_a_stop_token_suppressed_by_the_engine_is_found(referee: Referee) -> None:
     def suppressing(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
         logits_BNV = logits_BNV.clone()
-        logits_BNV[..., STOP] -= 1.0
+        logits_BNV[..., STOP] -= 1.5
         return verify(tree, logits_BNV, noise, params)
 
-    report = audit(referee, with_fault(suppressing), SamplingParams(), num_responses=400)
+    report = audit(referee, with_fault(suppressing), SamplingParams(), num_responses=200)
     assert report.is_convicted
     assert report.best_bet is not None
     assert report.best_bet.startswith("odds of stop 0.")

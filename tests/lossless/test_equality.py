@@ -66,7 +66,7 @@ def test_without_speculation_the_engine_says_what_transformers_and_the_law_say()
 ALL = {*STRATEGIES, *RETRIEVING}
 CASES = [*((arm, 3) for arm in STRATEGIES + RETRIEVING),
          *((arm, size) for arm in (STRATEGIES[1], STRATEGIES[4], RETRIEVING[1], RETRIEVING[6]) for size in (1, 28)),
-         *((arm, 7) for arm in ARMS if not arm.is_off and arm not in ALL)]  # fmt: skip
+         *((arm, 7) for arm in ARMS[::2] if not arm.is_off and arm not in ALL)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "max_batch_size"), CASES, ids=str)
