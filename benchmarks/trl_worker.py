@@ -30,7 +30,7 @@ from tlt.training.live import prompt_name
 from tlt.training.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work_queue import connect_work_queue
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"
@@ -215,8 +215,8 @@ def run_tlt(job: Job, clock: Clock) -> None:
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
     with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
-        receivers = Receivers(scorers, model.tokenizer.decode)
-        phase = RolloutPhase(world, engine, queue, receivers, timeline, lambda: False)
+        sinks = Sinks(scorers, model.tokenizer.decode)
+        phase = RolloutPhase(world, engine, queue, sinks, timeline, lambda: False)
         generate = clock.timed(clock.rollout_seconds, phase.run)
         num = job.responses // GROUP
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.tuner.protocol import Hindsight, ReferenceDraft
+from tlt.speculation.tuner.protocol import ReferenceDraft, ShadowDraft
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Drafts for sequences with a reference: a response drawn earlier with the same noise."""
         return ()
 
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
         """Outcomes of chains that retrieval would have drafted in steps where it was not asked, each reported
         once."""
         return ()
@@ -180,8 +180,8 @@ class WrappingDrafter(Drafter[P]):
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
         return tuple(one for part in self.parts for one in part.reference_drafts(tokens))
 
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        return tuple(one for part in self.parts for one in part.hindsight(tokens))
+    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
+        return tuple(one for part in self.parts for one in part.shadow_drafts(tokens))
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:

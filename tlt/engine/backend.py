@@ -72,7 +72,7 @@ class RolloutBackend(ABC):
     drafter: Drafting | None = None
     target: PackedTransformer | None = None
     """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
-    generates_aside = False
+    generates_without_side_effects = False
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class RolloutBackend(ABC):
         while not self.is_idle:
             yield from (finished.rollout for finished in self.step())
 
-    def aside(self, drafts: bool) -> AbstractContextManager[EngineStats]:
+    def without_side_effects(self, drafts: bool) -> AbstractContextManager[EngineStats]:
         """Generates without side effects: tuner, drafter and expected lengths learn nothing, no span is
         reported, and the yielded statistics are of this context alone.
 

@@ -48,7 +48,7 @@ from tlt.training.ranks.world import gather_objects, join_process_group, shutdow
 from tlt.training.report.timeline import Timeline, shared_epoch
 from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterTraining, Receivers
+from tlt.training.rollout.protocol import DrafterTraining, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import connect_work_queue
 
@@ -135,8 +135,8 @@ class LiveRollouts:
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
             )
         queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
-        receivers = Receivers(Unscored(), lambda _: "")
-        self._phase = RolloutPhase(world, self.engine, queue, receivers, self.timeline, lambda: False)
+        sinks = Sinks(Unscored(), lambda _: "")
+        self._phase = RolloutPhase(world, self.engine, queue, sinks, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
         self._idle_choice = build_idle_choice(world, self.timeline.epoch.machine, False, trains)
         self._occurrences = {purpose: PromptCounts() for purpose in ("rollout", "evaluation", "generate")}

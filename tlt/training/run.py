@@ -44,7 +44,7 @@ from tlt.training.report.trackers import TrackedRun
 from tlt.training.report.tracking import NO_TRACKING, Tracking, track
 from tlt.training.rollout.idle_time import build_idle_choice
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import WorkQueue, connect_work_queue
 from tlt.training.saved.checkpoint import (
@@ -178,14 +178,14 @@ class Run:
         )
         self.journal = self._open_journal()
         decode, migrates = model.tokenizer.decode, config.rollout.migrate
-        receivers = Receivers(self.scorers, decode, self.journal)
+        sinks = Sinks(self.scorers, decode, self.journal)
         gib, say = config.run.keep_responses, self.console.note
         in_thought = model.tokenizer.is_in_thought
         self.responses = KeptResponses(self.out_dir, decode, gib, say, in_thought) if gib else None
         self.decode = decode
         tell = self.console.progress if world.is_leader else None
         stops, timeline = stop.is_set, self.timeline
-        self.phase = RolloutPhase(world, self.engine, queue, receivers, timeline, stops, migrates, tell)
+        self.phase = RolloutPhase(world, self.engine, queue, sinks, timeline, stops, migrates, tell)
 
     def _resume(self) -> int:
         self._follows = ""  # digest of the restored checkpoint's predecessor

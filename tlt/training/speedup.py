@@ -20,7 +20,7 @@ NOT_MEASURED = SpeedupPair()
 def is_pair_due(run: Run) -> bool:
     step, num_steps = run.step + 1, run.config.run.num_steps
     every = run.config.rollout.measure_speedup_every
-    if not every or run.engine.tuner is None or not run.engine.generates_aside:
+    if not every or run.engine.tuner is None or not run.engine.generates_without_side_effects:
         return False
     return step % every == 0 or (step == num_steps < every)
 
@@ -44,7 +44,7 @@ def _measure(run: Run, phase: PhaseResult) -> SpeedupPair:
     num_tokens = affordable_tokens(stats, run.unmeasured_seconds, run.speedups[-1] if run.speedups else NAN)
     if num_tokens < MIN_TOKENS:
         return NOT_MEASURED
-    problems = [group.draw.problem for group in phase.groups]
+    problems = [group.request.problem for group in phase.groups]
     num = max(round(stats.sequence_seconds / stats.seconds), 1)
     requests = pair_requests(problems, run.params, run.step, num, num_tokens)
     drafts_first = len(run.speedups) % 2 == 0

@@ -34,9 +34,9 @@ from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample, trainer_logits
 from tlt.drafter.shape import BlockOptions, Method, drafter_shape
+from tlt.drafter.training.batch import DrafterBatch
 from tlt.drafter.training.block_loss import BlockPreset
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.lesson import Lesson
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -57,8 +57,8 @@ def anchors_of(preset: BlockPreset, trainer: DrafterTrainer, batch: PackedBatch)
     drawn: list[Sequence[Sequence[int]]] = []
 
     class Watched(BlockPreset):
-        def sample_anchors(self, lesson: Lesson) -> list[list[int]]:
-            anchors = super().sample_anchors(lesson)
+        def sample_anchors(self, drafter_batch: DrafterBatch) -> list[list[int]]:
+            anchors = super().sample_anchors(drafter_batch)
             drawn.append(anchors)
             return anchors
 

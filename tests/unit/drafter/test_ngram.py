@@ -25,7 +25,7 @@ from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS, SuffixIndex
 from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.engine.stats import EngineStats
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.tuner.protocol import BatchState, Hindsight, StepOutcome
+from tlt.speculation.tuner.protocol import BatchState, ShadowDraft, StepOutcome
 from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
 
 SHORT, CPU = ANCHORS[-1], torch.device("cpu")
@@ -389,11 +389,11 @@ class Watching(Fixed):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.verified: list[tuple[int, int]] = []
-        self.hindsight: list[tuple[int, int]] = []
+        self.shadow_drafts: list[tuple[int, int]] = []
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self.verified += zip(outcome.drafted, outcome.accepted, strict=True)
-        self.hindsight += [(chain.drafted, chain.accepted) for chain in batch.hindsight]
+        self.shadow_drafts += [(chain.drafted, chain.accepted) for chain in batch.shadow_drafts]
 
 
 def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram") -> Watching:
@@ -412,66 +412,70 @@ def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram
 @pytest.mark.parametrize("other", ["off", "learned:4x1x4", "learned:3x2x6", "oracle"])
 @pytest.mark.parametrize("temperature", [0.0, 0.05])
 def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, other: str) -> None:
-    """Tokens do not depend on the drafter, so hindsight finds the verifications that retrieval has when it
+    """Tokens do not depend on the drafter, so shadow_drafts finds the verifications that retrieval has when it
     drafts. The last ones may be unfinished when the response ends. oracle: drafts 32 tokens of a reference a
-    step, of which hindsight leaves some out."""
+    step, of which shadow_drafts leaves some out."""
     asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
-    real = watch(Hindsight.STRATEGY, asked)
+    real = watch(ShadowDraft.STRATEGY, asked)
     if other == "oracle":
         watched = watch(Strategy("ahead", 32, 1, 32), asked, "ahead")
     else:
         watched = watch(Strategy.parse(other), asked, "learned")
     assert len(real.verified) > 15
-    assert len(watched.hindsight) >= (ngram._MAX_LOOKS if other == "oracle" else len(real.verified) - 5)
-    num = ngram._MAX_LOOKS if other == "oracle" else len(watched.hindsight)
-    assert watched.hindsight[:num] == real.verified[:num]
-    assert max(accepted for _, accepted in watched.hindsight) > 5
+    assert len(watched.shadow_drafts) >= (ngram._MAX_LOOKS if other == "oracle" else len(real.verified) - 5)
+    num = ngram._MAX_LOOKS if other == "oracle" else len(watched.shadow_drafts)
+    assert watched.shadow_drafts[:num] == real.verified[:num]
+    assert max(accepted for _, accepted in watched.shadow_drafts) > 5
 
 
 def test_retrieval_is_judged_by_chains_as_deep_as_any_that_is_tried() -> None:
-    assert max(arm.depth for arm in default_arms(("ngram",))) == Hindsight.STRATEGY.depth
+    assert max(arm.depth for arm in default_arms(("ngram",))) == ShadowDraft.STRATEGY.depth
 
 
 def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
     texts = [[10 * row + i % 7 for i in range(7 * 9)] for row in range(3)]
-    drafter, depth = whole_drafts(3), Hindsight.STRATEGY.depth
+    drafter, depth = whole_drafts(3), ShadowDraft.STRATEGY.depth
     for slot in range(3):
         drafter.admit(slot, request(f"p{slot}"))
     grown = [[*text, *text[: depth + 1]] for text in texts]
-    assert drafter.hindsight(texts) == (), "nothing was committed since"
-    assert drafter.hindsight([text[:-1] for text in grown]) == (), "one more token belongs to a verification"
+    assert drafter.shadow_drafts(texts) == (), "nothing was committed since"
+    assert drafter.shadow_drafts([text[:-1] for text in grown]) == (), (
+        "one more token belongs to a verification"
+    )
     drafter.withdraw(1)
     drafter.move(2, 1)
-    assert drafter.hindsight([grown[0], grown[2]]) == (Hindsight(depth, depth),), "the others come and go"
+    assert drafter.shadow_drafts([grown[0], grown[2]]) == (ShadowDraft(depth, depth),), (
+        "the others come and go"
+    )
     drafter.withdraw(0)
     drafter.move(1, 0)
-    assert drafter.hindsight([grown[2]]) == (), "another sequence"
-    assert drafter.hindsight([[*grown[2], grown[2][depth + 1], 0]]) == (Hindsight(depth, 1),), (
+    assert drafter.shadow_drafts([grown[2]]) == (), "another sequence"
+    assert drafter.shadow_drafts([[*grown[2], grown[2][depth + 1], 0]]) == (ShadowDraft(depth, 1),), (
         "one came as drafted"
     )
     drafter.withdraw(0)
     drafter.admit(0, request("p1", 1))
-    assert drafter.hindsight([[99] * 200]) == (), "and another one"
+    assert drafter.shadow_drafts([[99] * 200]) == (), "and another one"
 
 
 def test_what_verdicts_have_judged_is_not_judged_in_hindsight() -> None:
     drafter, text = whole_drafts(), [i % 7 for i in range(7 * 9)]
     drafter.admit(0, request("p0"))
-    assert drafter.hindsight([text]) == ()
+    assert drafter.shadow_drafts([text]) == ()
     propose(drafter, [text], CHAIN)
-    assert drafter.hindsight([[*text, 0]]) == (), "the verdict has judged this chain"
-    assert drafter.hindsight([[*text, 0]]) == (), "from here on hindsight judges"
-    assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Hindsight.STRATEGY.depth, 1),)
+    assert drafter.shadow_drafts([[*text, 0]]) == (), "the verdict has judged this chain"
+    assert drafter.shadow_drafts([[*text, 0]]) == (), "from here on shadow_drafts judges"
+    assert drafter.shadow_drafts([[*text, 0, 1, 9]]) == (ShadowDraft(ShadowDraft.STRATEGY.depth, 1),)
 
 
 def test_where_a_step_brings_more_than_is_looked_up_the_rest_is_left_out() -> None:
     drafter, text, novel = whole_drafts(), list(range(9)), list(range(100, 150))
     drafter.admit(0, request("p0"))
-    assert drafter.hindsight([text]) == ()
-    found = drafter.hindsight([[*text, *novel]])
-    assert found == (Hindsight(0, 0),) * ngram._MAX_LOOKS
-    assert drafter.hindsight([[*text, *novel]]) == (), "from its end on"
-    assert drafter.hindsight([[*text, *novel, 5]]) == (Hindsight(0, 0),)
+    assert drafter.shadow_drafts([text]) == ()
+    found = drafter.shadow_drafts([[*text, *novel]])
+    assert found == (ShadowDraft(0, 0),) * ngram._MAX_LOOKS
+    assert drafter.shadow_drafts([[*text, *novel]]) == (), "from its end on"
+    assert drafter.shadow_drafts([[*text, *novel, 5]]) == (ShadowDraft(0, 0),)
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:

@@ -21,8 +21,8 @@ from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.pairs import align
 from tlt.drafter.shape import Method, capture_layers, drafter_shape, training_capture
+from tlt.drafter.training.batch import Preset
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.own.engine import RolloutEngine

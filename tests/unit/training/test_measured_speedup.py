@@ -97,7 +97,7 @@ def test_a_pair_is_due_every_so_many_steps_and_at_the_end_of_a_shorter_run(
 ) -> None:
     rollout, engine = (
         SimpleNamespace(measure_speedup_every=every),
-        SimpleNamespace(tuner=1, generates_aside=True),
+        SimpleNamespace(tuner=1, generates_without_side_effects=True),
     )
     config = SimpleNamespace(rollout=rollout, run=SimpleNamespace(num_steps=num_steps))
     runs: list[Any] = [SimpleNamespace(config=config, engine=engine, step=step) for step in range(num_steps)]

@@ -27,7 +27,7 @@ from tlt.drafter.formats.foreign import (
 from tlt.drafter.forms import find_misfit
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockShape, DrafterShape, EagleShape, Method, drafter_shape
-from tlt.drafter.training.lesson import Preset
+from tlt.drafter.training.batch import Preset
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.vocabulary import from_pairs, to_pairs
 from tlt.models.decoder import ModelConfig

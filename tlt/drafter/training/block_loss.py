@@ -22,7 +22,7 @@ from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.model import Anchors
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.shape import BlockShape, DrafterShape
-from tlt.drafter.training.lesson import Lesson, Preset
+from tlt.drafter.training.batch import DrafterBatch, Preset
 
 _PACE = 0.5
 """D-PACE's α: least chance of a slot (arXiv 2605.18810)."""
@@ -50,29 +50,29 @@ class BlockPreset(Preset):
         assert isinstance(shape, BlockShape), shape
         return self.anchor_share * shape.block_size
 
-    def loss(self, model: BlockModel, lesson: Lesson) -> Tensor:
-        shape, device = model.config, lesson.token_ids_N.device
-        anchors = self.sample_anchors(lesson)
-        slots = find_slots(lesson.lengths, anchors, shape.max_depth, device)
-        hidden_ADE = run_blocks(model, lesson, anchors, lesson.embed)[:, shape.first_slot :]
-        hidden_ME, tokens_M = hidden_ADE[slots.block_M, slots.depth_M], lesson.token_ids_N[slots.index_M]
-        logits_MV, bias_MV = model.logits(hidden_ME, lesson.head_VE), model.bias(tokens_M, lesson.token_ids)
+    def loss(self, model: BlockModel, batch: DrafterBatch) -> Tensor:
+        shape, device = model.config, batch.token_ids_N.device
+        anchors = self.sample_anchors(batch)
+        slots = find_slots(batch.lengths, anchors, shape.max_depth, device)
+        hidden_ADE = run_blocks(model, batch, anchors, batch.embed)[:, shape.first_slot :]
+        hidden_ME, tokens_M = hidden_ADE[slots.block_M, slots.depth_M], batch.token_ids_N[slots.index_M]
+        logits_MV, bias_MV = model.logits(hidden_ME, batch.head_VE), model.bias(tokens_M, batch.token_ids)
         logits_MV = logits_MV if bias_MV is None else logits_MV + bias_MV
-        target_MV = lesson.target_probs(lesson.feature_NE[slots.index_M])
+        target_MV = batch.target_probs(batch.feature_NE[slots.index_M])
         entropy_M = -(target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
         distance_M = (target_MV - logits_MV.softmax(dim=-1)).abs().sum(dim=-1)
         loss_M = self.distribution_weight * entropy_M + self.variation_weight * distance_M
         weight_M = self.slot_weights(entropy_M.detach(), slots, hidden_ADE.shape[1])
         return (loss_M * weight_M).sum() / weight_M.sum()
 
-    def sample_anchors(self, lesson: Lesson) -> list[list[int]]:
+    def sample_anchors(self, batch: DrafterBatch) -> list[list[int]]:
         """Drawn among the tokens followed by a response token."""
-        rows = lesson.weight_M.split([length - TOKEN_AHEAD for length in lesson.lengths])
+        rows = batch.weight_M.split([length - TOKEN_AHEAD for length in batch.lengths])
         predicting = [row.nonzero()[:, 0].tolist() for row in rows]
         found = [(window, t + TOKEN_AHEAD) for window, row in enumerate(predicting) for t in row]
         wanted = min(max(round(self.anchor_share * len(found)), 1), self.max_anchors, len(found))
-        chosen = sorted(random.Random(lesson.seed).sample(found, wanted))
-        return [[place for w, place in chosen if w == window] for window in range(len(lesson.lengths))]
+        chosen = sorted(random.Random(batch.seed).sample(found, wanted))
+        return [[place for w, place in chosen if w == window] for window in range(len(batch.lengths))]
 
     def slot_weights(self, entropy_M: Tensor, slots: Slots, max_depth: int) -> Tensor:
         """D-PACE's weight of a slot: sum, from it on, of the chance that a draft reaches a slot."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tlt.drafter.eagle import EagleModel
 from tlt.drafter.pairs import align
 from tlt.drafter.shape import DrafterShape
-from tlt.drafter.training.lesson import Lesson, Preset
+from tlt.drafter.training.batch import DrafterBatch, Preset
 from tlt.models.attention import Unrolled
 
 
@@ -33,16 +33,16 @@ class EaglePreset(Preset):
     def rows_per_token(self, shape: DrafterShape) -> float:
         return self.unrolled_steps
 
-    def loss(self, model: EagleModel, lesson: Lesson) -> Tensor:
+    def loss(self, model: EagleModel, batch: DrafterBatch) -> Tensor:
         """Sum over the steps. As in drafting, every pair reads the true next tokens and, after the first
         step, its own hidden states."""
-        device, dtype = lesson.token_ids_N.device, lesson.captured_NF.dtype
-        first_weight_M = lesson.weight_M.to(device, dtype)
-        pairs = align(lesson.lengths, device)
-        feature_NE = lesson.feature_NE
-        target_NV = lesson.target_probs(feature_NE)
+        device, dtype = batch.token_ids_N.device, batch.captured_NF.dtype
+        first_weight_M = batch.weight_M.to(device, dtype)
+        pairs = align(batch.lengths, device)
+        feature_NE = batch.feature_NE
+        target_NV = batch.target_probs(feature_NE)
         attend = Unrolled(model.config.layer, pairs.lengths)
-        hidden_ME = model.fuse(lesson.captured_NF[pairs.feature_index_M])
+        hidden_ME = model.fuse(batch.captured_NF[pairs.feature_index_M])
         total = torch.zeros((), dtype=dtype, device=device)
         for step in range(self.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
@@ -50,9 +50,9 @@ class EaglePreset(Preset):
             weight_M = first_weight_M.roll(-step) * exists_M
             if not weight_M.any():
                 break
-            embeddings_ME = lesson.embed(lesson.token_ids_N[index_M])
+            embeddings_ME = batch.embed(batch.token_ids_N[index_M])
             hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
-            logits_MV = model.logits(hidden_ME, lesson.head_VE)
+            logits_MV = model.logits(hidden_ME, batch.head_VE)
             step_loss = self.step_loss(
                 hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M
             )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tlt.drafter.shape import Method
+from tlt.drafter.training.batch import Preset
 from tlt.drafter.training.block_loss import BlockPreset
 from tlt.drafter.training.eagle_loss import EaglePreset
-from tlt.drafter.training.lesson import Preset
 
 _PRESETS: tuple[Preset, ...] = (
     # EAGLE, arXiv 2401.15077, section 4.2: features, and 0.1 times the distribution.

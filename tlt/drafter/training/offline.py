@@ -19,8 +19,8 @@ from tlt.base.types import Rollout
 from tlt.drafter.forms import pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample
 from tlt.drafter.model import DraftModel
+from tlt.drafter.training.batch import Preset
 from tlt.drafter.training.buffer import TrajectoryBuffer
-from tlt.drafter.training.lesson import Preset
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import training_capture
+from tlt.drafter.training.batch import DrafterBatch, Preset
 from tlt.drafter.training.buffer import PackedBatch
-from tlt.drafter.training.lesson import Lesson, Preset
 from tlt.models.adam import adam_state, trained_tensors
 from tlt.models.packed import PackedTransformer
 
@@ -79,7 +79,7 @@ class DrafterTrainer:
         same."""
         model, target_VE = self.model, self._target_head()
         dtype, device = self.parameters[0].dtype, self.parameters[0].device
-        lesson = Lesson(
+        drafter_batch = DrafterBatch(
             token_ids_N=batch.token_ids_N.to(device),
             captured_NF=batch.captured_NF.to(device, dtype),
             lengths=batch.lengths,
@@ -90,7 +90,7 @@ class DrafterTrainer:
             token_ids=self.token_ids,
             seed=self.num_tokens,
         )
-        return self.preset.loss(model, lesson)
+        return self.preset.loss(model, drafter_batch)
 
     def _target_head(self) -> Tensor:
         """The target's head rows in the drafter's dtype, cached until policy or vocabulary change."""

@@ -99,7 +99,7 @@ def build_vllm(
         kinds or ("ngram",),
         plan.tuner,
         max_depth=depths[-1],
-        abilities=Abilities(trees=False, hindsight=False),
+        abilities=Abilities(trees=False, shadow_drafts=False),
         prior=plan.prior,
     )
     engine = VllmEngine(

@@ -62,7 +62,7 @@ class RolloutEngine(RolloutBackend):
     """
 
     drafter: Drafter[Any]
-    generates_aside = True
+    generates_without_side_effects = True
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class RolloutEngine(RolloutBackend):
         self.memory.release()
 
     @contextmanager
-    def aside(self, drafts: bool) -> Iterator[EngineStats]:
+    def without_side_effects(self, drafts: bool) -> Iterator[EngineStats]:
         assert self.is_idle, "responses are generated aside between phases"
         kept = self.tuner, self.drafter, self.stats, self.lengths, self.on_span
         self.tuner = deepcopy(self.tuner) if drafts else None
@@ -217,7 +217,7 @@ class RolloutEngine(RolloutBackend):
             drafter.version,
             num_admitted,
             reference_drafts=drafter.reference_drafts(tokens),
-            hindsight=drafter.hindsight(tokens),
+            shadow_drafts=drafter.shadow_drafts(tokens),
             num_left=num_left,
             prefill_time=prefill_time,
             sequences=sequences,

@@ -19,7 +19,7 @@ import numpy as np
 
 from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.expectation import Array, ChainTable, Expectation, Rates
-from tlt.speculation.tuner.protocol import Hindsight, ReferenceDraft, StepOutcome
+from tlt.speculation.tuner.protocol import ReferenceDraft, ShadowDraft, StepOutcome
 
 # Constants, in verifications unless engine steps are named. A date names the entry of benchmarks/log.md that
 # compares values; "-": none were compared.
@@ -144,10 +144,10 @@ class AcceptanceModel:
             accepted, drafted = ([nums[row] for row in rows] for nums in (outcome.accepted, outcome.drafted))
             self.observe(strategy.without_reference, accepted, drafted, len(outcome.from_reference))
 
-    def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
+    def observe_shadow_drafts(self, chains: Sequence[ShadowDraft], batch_size: int) -> None:
         if chains:
             accepted, drafted = [one.accepted for one in chains], [one.drafted for one in chains]
-            self.observe(Hindsight.STRATEGY, accepted, drafted, batch_size)
+            self.observe(ShadowDraft.STRATEGY, accepted, drafted, batch_size)
 
     def age(self) -> None:
         """Bounds the evidence, which is of an older policy or drafter."""

@@ -26,8 +26,8 @@ from tlt.speculation.tuner.frailty import Frailties, speeds_to_finish, tokens_of
 from tlt.speculation.tuner.protocol import (
     BatchState,
     ExpectedSpeeds,
-    Hindsight,
     PrefillTime,
+    ShadowDraft,
     StepOutcome,
     StrategyTuner,
 )
@@ -52,18 +52,18 @@ MUCH_THE_SAME = 1 / 8
 
 
 class CostModel(StrategyTuner):
-    """has_hindsight: False: retrieval is tried like any drafter."""
+    """has_shadow_drafts: False: retrieval is tried like any drafter."""
 
     def __init__(
         self,
         arms: Sequence[Strategy],
         *,
         prior: CostPrior = UNKNOWN,
-        has_hindsight: bool = True,
+        has_shadow_drafts: bool = True,
     ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
-        self.has_hindsight = has_hindsight
+        self.has_shadow_drafts = has_shadow_drafts
         self.acceptance, self.costs = AcceptanceModel(), StepCosts(prior)
         self.frailties = Frailties()
         self._survivals: dict[Curve, Array] = {}
@@ -168,8 +168,8 @@ class CostModel(StrategyTuner):
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
         """References need a reference to exist, and retrieval must pay. Rates of trees and the hybrid rest on
         learned chains, which are measured first."""
-        retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
-        is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
+        retrieved = self.acceptance.tokens(ShadowDraft.STRATEGY, batch.num_running)
+        is_retrieval_worth = not self.has_shadow_drafts or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))
         key = bool(batch.reference_drafts), is_retrieval_worth, is_learned_known
 
@@ -210,7 +210,7 @@ class CostModel(StrategyTuner):
         accepted: list[int] = []
         drafted: list[int] = []
         for _, batch, outcome in alike:
-            self.acceptance.observe_in_hindsight(batch.hindsight, size)
+            self.acceptance.observe_shadow_drafts(batch.shadow_drafts, size)
             if strategy.uses_references and outcome.from_reference:
                 self.acceptance.observe_without_reference(strategy, outcome)
             else:

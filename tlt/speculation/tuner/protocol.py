@@ -22,7 +22,7 @@ class ReferenceDraft:
 
 
 @dataclass(frozen=True)
-class Hindsight:
+class ShadowDraft:
     """The outcome of a chain that retrieval would have drafted by `STRATEGY`.
 
     Tokens do not depend on the drafter, so later tokens show how many would have been accepted.
@@ -53,7 +53,7 @@ class BatchState:
     mean_length: committed tokens per sequence, prompt included.
     num_admitted: sequences new in this step; a drafter may have to read their prompts.
     reference_drafts: one for each sequence that has a reference.
-    hindsight: chains of retrieval judged since the last step.
+    shadow_drafts: chains of retrieval judged since the last step.
     num_left: tokens expected per running sequence, waiting requests' included; None: unknown.
     prefill_time: of prompts read before this step; None: none was timed.
     sequences: one for each; (): unknown, taken to progress alike.
@@ -65,7 +65,7 @@ class BatchState:
     drafter_version: int
     num_admitted: int = 0
     reference_drafts: tuple[ReferenceDraft, ...] = ()
-    hindsight: tuple[Hindsight, ...] = ()
+    shadow_drafts: tuple[ShadowDraft, ...] = ()
     num_left: float | None = None
     prefill_time: PrefillTime | None = None
     sequences: tuple[RunningSequence, ...] = ()

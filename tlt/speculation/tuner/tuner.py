@@ -69,7 +69,7 @@ class Abilities:
     """What an engine can do: verify trees, and report retrieval's drafts in hindsight."""
 
     trees: bool = True
-    hindsight: bool = True
+    shadow_drafts: bool = True
 
 
 OURS = Abilities()
@@ -115,4 +115,4 @@ def make_tuner(
     if name == "beg-mab":
         return BegMab(groups_of(arms))
     assert name == "cost-model", name
-    return CostModel(arms, prior=prior, has_hindsight=abilities.hindsight)
+    return CostModel(arms, prior=prior, has_shadow_drafts=abilities.shadow_drafts)

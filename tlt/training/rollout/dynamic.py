@@ -17,7 +17,7 @@ from tlt.base.types import Problem, Purpose, Request, Reward, Rollout, SamplingP
 
 
 @dataclass(frozen=True)
-class Draw:
+class GroupRequest:
     """Asks for a group of responses, from sample index `first_sample` on."""
 
     problem: Problem
@@ -33,13 +33,13 @@ class Draw:
 class Group:
     """Responses and rewards by sample index."""
 
-    draw: Draw
+    request: GroupRequest
     rollouts: tuple[Rollout, ...]
     rewards: tuple[Reward, ...]
 
     @property
     def problem_id(self) -> str:
-        return self.draw.problem.problem_id
+        return self.request.problem.problem_id
 
     @property
     def has_signal(self) -> bool:
@@ -63,7 +63,7 @@ class DynamicSampling:
     max_resamples: int
     spare: Sequence[Problem]
 
-    def next_draws(self, groups: Sequence[Group], num_rounds: int) -> list[Draw]:
+    def next_requests(self, groups: Sequence[Group], num_rounds: int) -> list[GroupRequest]:
         """For each missing group a new problem, else the least drawn problem without signal. Empty when the
         step is complete."""
         num_missing = self.num_groups - sum(group.has_signal for group in groups)
@@ -71,10 +71,10 @@ class DynamicSampling:
             return []
         times = Counter(group.problem_id for group in groups)
         done = {group.problem_id for group in groups if group.has_signal}
-        failed = {group.problem_id: group.draw.problem for group in groups if group.problem_id not in done}
-        fresh = (Draw(problem) for problem in self.spare if problem.problem_id not in times)
+        failed = {group.problem_id: group.request.problem for group in groups if group.problem_id not in done}
+        fresh = (GroupRequest(problem) for problem in self.spare if problem.problem_id not in times)
         again = (
-            Draw(problem, times[problem_id] * self.num_samples)
+            GroupRequest(problem, times[problem_id] * self.num_samples)
             for problem_id, problem in sorted(failed.items(), key=lambda item: times[item[0]])
         )
         return list(islice(chain(fresh, again), num_missing))

@@ -27,10 +27,10 @@ from tlt.engine.stats import EngineStats
 from tlt.training.ranks.world import World, any_rank, gather_objects
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.ahead_queue import AheadQueue
-from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.training.rollout.progress import Tell, progress_of, watching
-from tlt.training.rollout.protocol import DrafterTraining, Receivers
+from tlt.training.rollout.protocol import DrafterTraining, Sinks
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
 from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
@@ -54,14 +54,14 @@ class RolloutPhase:
         world: World,
         engine: RolloutBackend,
         queue: WorkQueue,
-        receivers: Receivers,
+        sinks: Sinks,
         timeline: Timeline,
         should_stop: Callable[[], bool],
         migrates: bool = True,
         tell: Tell | None = None,
     ) -> None:
         self.world, self.engine, self.queue = world, engine, queue
-        self.receivers, self.timeline = receivers, timeline
+        self.sinks, self.timeline = sinks, timeline
         self.should_stop, self.migrates, self.tell = should_stop, migrates, tell
 
     def run(
@@ -81,14 +81,16 @@ class RolloutPhase:
         self._begin(training)
         groups: list[Group] = []
         rounds: list[list[ReplicaReport]] = []
-        draws = [Draw(problem) for problem in problems]
-        while draws:
-            requests = [draw.requests(num_samples, params, purpose, step) for draw in draws]
+        group_requests = [GroupRequest(problem) for problem in problems]
+        while group_requests:
+            requests = [
+                group_request.requests(num_samples, params, purpose, step) for group_request in group_requests
+            ]
             of_round = f"{name}, round {len(rounds)}" if rounds else name
-            found, reports = self._round(draws, requests, of_round, training, idle_work)
+            found, reports = self._round(group_requests, requests, of_round, training, idle_work)
             groups += found
             rounds.append(reports)
-            draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
+            group_requests = [] if sampling is None else sampling.next_requests(groups, len(rounds))
         result = self._end(groups, rounds, params.temperature, training, sampling)
         idle_work.ahead.end()
         return result
@@ -104,10 +106,11 @@ class RolloutPhase:
         """One round of given requests: for each problem at least one, with consecutive sample indices. name:
         unique among the run's phases."""
         self._begin(training)
-        draws = [
-            Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)
+        group_requests = [
+            GroupRequest(problem, group[0].sample_index)
+            for problem, group in zip(problems, requests, strict=True)
         ]
-        groups, replicas = self._round(draws, requests, name, training, idle_work)
+        groups, replicas = self._round(group_requests, requests, name, training, idle_work)
         return self._end(groups, [replicas], requests[0][0].params.temperature, training)
 
     def _begin(self, training: DrafterTraining) -> None:
@@ -147,21 +150,23 @@ class RolloutPhase:
 
     def _round(
         self,
-        draws: Sequence[Draw],
+        group_requests: Sequence[GroupRequest],
         requests: Sequence[Sequence[Request]],
         name: str,
         training: DrafterTraining,
         idle_work: IdleWork,
     ) -> tuple[list[Group], list[ReplicaReport]]:
-        """`requests[i]` answer `draws[i]`. Returns (groups by draw, reports by replica), the same on all
+        """`requests[i]` answer `group_requests[i]`. Returns (groups, reports by replica), the same on all
         ranks."""
-        recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
+        recalled = self.sinks.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.queue.begin(name, len(recalled.requests))
         idle_work.ahead.begin(AheadQueue(self.queue.store))
         start = self.timeline.clock()
         work = ReplicaWork(self.queue, recalled.requests)
-        ended = FinishedResponses((draw.problem for draw in draws), requests, self.receivers, training)
+        ended = FinishedResponses(
+            (group_request.problem for group_request in group_requests), requests, self.sinks, training
+        )
         ended.recall(recalled, self.world.rank, self.world.world_size)
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
@@ -169,15 +174,15 @@ class RolloutPhase:
         with watching(self.queue.life, sum(map(len, requests)), self.tell):
             last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
-            self.receivers.journal.note_running(self.engine.running, at_once=True)
+            self.sinks.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
             self.queue.abandon()
-            self.receivers.scorers.abandon()
+            self.sinks.scorers.abandon()
             training.abandon()
             first = requests[0][0]
             is_step = first.purpose == "rollout"
             raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
-        if self.receivers.scorers.by_group:
+        if self.sinks.scorers.by_group:
             with self.timeline.span(SpanName.WAIT):
                 divided = gather_objects(self.world, ended.divided)
             ended.settle(divided, self.world.rank)
@@ -206,8 +211,8 @@ class RolloutPhase:
         rollout_of = {id_of(rollout): rollout for rollout in chain(*rollouts)}
         reward_of = {i: reward for scored in rewards for i, reward in scored.items()}
         groups = [
-            Group(draw, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
-            for draw, group in zip(draws, ids, strict=True)
+            Group(group_request, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
+            for group_request, group in zip(group_requests, ids, strict=True)
         ]
         self._measure_slowdown(steps, reports)
         return groups, [*reports]
@@ -245,7 +250,7 @@ class RolloutPhase:
                     ended.add(one)
                     work.finish(id_of(one.rollout))
                 ended.collect()
-                self.receivers.journal.note_running(self.engine.running)
+                self.sinks.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
                 if self.migrates and (num_offers := self.queue.num_offers()):
                     # Offers mean an empty queue. Do not look there: `share` adds a unit for the helper.

@@ -85,7 +85,7 @@ class Journal:
 
 
 @dataclass(frozen=True)
-class Receivers:
+class Sinks:
     scorers: Scorers
     decode: Callable[[Sequence[int]], str]
     """Response tokens → the text that is scored."""

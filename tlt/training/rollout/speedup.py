@@ -51,7 +51,7 @@ def measure_pair(
     """The engine must be idle; its state is unchanged afterwards."""
     start, speed, tokens = clock(), {}, {}
     for drafts in (drafts_first, not drafts_first):
-        with engine.aside(drafts) as stats:
+        with engine.without_side_effects(drafts) as stats:
             tokens[drafts] = {id_of(one): one.token_ids for one in engine.generate(requests)}
             speed[drafts] = stats.num_tokens / stats.seconds
     return SpeedupPair(

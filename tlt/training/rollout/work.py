@@ -10,7 +10,7 @@ from functools import cached_property
 
 from tlt.base.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of, read_drafts
 from tlt.engine.backend import RolloutBackend
-from tlt.training.rollout.protocol import DrafterTraining, Recalled, Receivers
+from tlt.training.rollout.protocol import DrafterTraining, Recalled, Sinks
 from tlt.training.rollout.work_queue import WorkQueue
 
 
@@ -86,7 +86,7 @@ class FinishedResponses:
         self,
         problems: Iterable[Problem],
         requests: Iterable[Sequence[Request]],
-        to: Receivers,
+        to: Sinks,
         training: DrafterTraining,
     ) -> None:
         self.scorers, self.decode, self.journal, self.training = to.scorers, to.decode, to.journal, training

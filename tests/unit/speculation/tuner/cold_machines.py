@@ -19,9 +19,9 @@ from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.expectation import Array
 from tlt.speculation.tuner.protocol import (
     BatchState,
-    Hindsight,
     PrefillTime,
     RunningSequence,
+    ShadowDraft,
     StepOutcome,
     StrategyTuner,
 )
@@ -189,10 +189,12 @@ class Machine:
         walks = -np.log(self.luck.random(len(texts_B))) / hazards_B
         return tuple(np.minimum(walks.astype(int), arm.depth).tolist())
 
-    def hindsight(self, arm: Strategy) -> tuple[Hindsight, ...]:
+    def shadow_drafts(self, arm: Strategy) -> tuple[ShadowDraft, ...]:
         if arm.drafter in ("ngram", "hybrid"):
             return ()
-        return tuple(Hindsight(15, accepted) for accepted in self.accepted(Hindsight.STRATEGY, np.ones(1)))
+        return tuple(
+            ShadowDraft(15, accepted) for accepted in self.accepted(ShadowDraft.STRATEGY, np.ones(1))
+        )
 
 
 def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_tokens: int) -> float:
@@ -205,18 +207,18 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
         machine.texts(batch_size),
         np.arange(batch_size),
     )
-    hindsight: tuple[Hindsight, ...] = ()
+    shadow_drafts: tuple[ShadowDraft, ...] = ()
     is_first = True
     while left_B.size:
         num = left_B.size
         length = PROMPT_TOKENS + max_tokens - float(left_B.mean())
-        state = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
+        state = BatchState(num, length, 0, 0, num if is_first else 0, shadow_drafts=shadow_drafts)
         sequences = tuple(map(RunningSequence, names_B.tolist(), left_B.tolist()))
         batch = replace(state, num_left=float(left_B.mean()), prefill_time=prefill_time, sequences=sequences)
         arm, is_first, prefill_time = tuner.choose(batch), False, None
         outcome = machine.step(arm, texts_B)
         tuner.observe(arm, batch, replace(outcome, names=tuple(names_B.tolist())))
-        hindsight = machine.hindsight(arm)
+        shadow_drafts = machine.shadow_drafts(arm)
         left_B = left_B - 1 - np.array(outcome.accepted or (0,) * num)
         left_B, texts_B, names_B = (values_B[left_B > 0] for values_B in (left_B, texts_B, names_B))
     return machine.seconds - started
@@ -232,7 +234,7 @@ def settled_speed(
         arm: batch_size * drafter.tokens(arm) / profile.seconds(arm, batch_size) for arm in drafter.arms
     }
     prefill_time: PrefillTime | None = machine.read(batch_size)
-    hindsight: tuple[Hindsight, ...] = ()
+    shadow_drafts: tuple[ShadowDraft, ...] = ()
     chosen: list[Strategy] = []
     since = None
     for step in range(4 * num_steps):
@@ -240,11 +242,11 @@ def settled_speed(
             since = step
         num_admitted = batch_size if prefill_time is not None else 0
         batch = BatchState(
-            batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, prefill_time=prefill_time
+            batch_size, 500.0, 0, 0, num_admitted, shadow_drafts=shadow_drafts, prefill_time=prefill_time
         )
         arm, prefill_time = tuner.choose(batch), None
         tuner.observe(arm, batch, machine.step(arm, machine.texts(batch_size)))
-        hindsight = machine.hindsight(arm)
+        shadow_drafts = machine.shadow_drafts(arm)
         chosen.append(arm)
         if since is not None and step >= since + num_steps:
             break

@@ -102,7 +102,7 @@ def test_long_drafts_that_leave_half_of_a_batch_behind_are_not_chosen() -> None:
     seconds, left = {0: 0.01, 8: 0.02}, 400
     chosen = {}
     for knows in (False, True):
-        tuner = CostModel(arms, has_hindsight=False)
+        tuner = CostModel(arms, has_shadow_drafts=False)
         sequences = tuple(RunningSequence(name, left) for name in range(16)) if knows else ()
         names = tuple(range(16)) if knows else ()
         batch = BatchState(16, 100.0, 0, 0, num_left=float(left), sequences=sequences)

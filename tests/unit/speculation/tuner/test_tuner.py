@@ -23,10 +23,10 @@ from tlt.speculation.tuner.acceptance import AcceptanceModel, Curve
 from tlt.speculation.tuner.cost_model import CostModel
 from tlt.speculation.tuner.protocol import (
     BatchState,
-    Hindsight,
     PrefillTime,
     ReferenceDraft,
     RunningSequence,
+    ShadowDraft,
     StepOutcome,
     StrategyTuner,
 )
@@ -61,11 +61,11 @@ class Machine:
     def best(self, arms: Sequence[Strategy], batch: int) -> float:
         return max(self.speed(arm, batch) for arm in arms)
 
-    def hindsight(self, arm: Strategy) -> tuple[Hindsight, ...]:
+    def shadow_drafts(self, arm: Strategy) -> tuple[ShadowDraft, ...]:
         """What retrieval would have drafted for one sequence, as the engine says it while another drafter
         drafts."""
-        drawn = () if arm.drafter in ("ngram", "hybrid") else self.run(Hindsight.STRATEGY, 1).accepted
-        return tuple(Hindsight(15, accepted) for accepted in drawn)
+        drawn = () if arm.drafter in ("ngram", "hybrid") else self.run(ShadowDraft.STRATEGY, 1).accepted
+        return tuple(ShadowDraft(15, accepted) for accepted in drawn)
 
     def run(self, arm: Strategy, batch: int) -> StepOutcome:
         hazard, accepted = self._hazard(arm), []
@@ -85,12 +85,12 @@ def play(
     versions: Callable[[int], tuple[int, int]] = lambda _: (0, 0),
 ) -> list[Strategy]:
     chosen: list[Strategy] = []
-    hindsight: tuple[Hindsight, ...] = ()
+    shadow_drafts: tuple[ShadowDraft, ...] = ()
     for step, size in enumerate(sizes):
-        batch = BatchState(size, 200.0, *versions(step), hindsight=hindsight)
+        batch = BatchState(size, 200.0, *versions(step), shadow_drafts=shadow_drafts)
         arm = tuner.choose(batch)
         tuner.observe(arm, batch, machine.run(arm, size))
-        hindsight = machine.hindsight(arm)
+        shadow_drafts = machine.shadow_drafts(arm)
         chosen.append(arm)
     return chosen
 
@@ -275,7 +275,7 @@ def test_the_hybrid_is_expected_to_accept_retrieved_drafts_and_learned_ones_wher
     acceptance = AcceptanceModel()
     for _ in range(100):
         acceptance.observe(Strategy("learned", 4, 1, 4), [1, 2, 1, 4])
-        acceptance.observe_in_hindsight([Hindsight(0, 0), Hindsight(15, 15)], 4)
+        acceptance.observe_shadow_drafts([ShadowDraft(0, 0), ShadowDraft(15, 15)], 4)
     survivals = list(accumulate(acceptance.rates(Curve("hybrid", 1, None, 2)).accepted, operator.mul))
     assert survivals[:4] == pytest.approx([1.0, 0.75, 0.625, 0.625], abs=0.06)
     assert survivals[14] == pytest.approx(0.625, abs=0.06)
@@ -288,7 +288,7 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
     """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on."""
     machine, tuner = Machine({}, half_rows, seed=0), CostModel(ARMS)
     ideal = seconds = 0.0
-    hindsight: tuple[Hindsight, ...] = ()
+    shadow_drafts: tuple[ShadowDraft, ...] = ()
     for step in range(2400):
         repeats = step // 400 % 2
         machine.hazard = (
@@ -296,10 +296,10 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_dr
             if repeats
             else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
         )
-        batch = BatchState(1, 200.0, 0, 0, hindsight=hindsight)
+        batch = BatchState(1, 200.0, 0, 0, shadow_drafts=shadow_drafts)
         arm = tuner.choose(batch)
         tuner.observe(arm, batch, machine.run(arm, 1))
-        hindsight = machine.hindsight(arm)
+        shadow_drafts = machine.shadow_drafts(arm)
         ideal += machine.tokens(arm) / machine.best(ARMS, 1)
         seconds += machine.seconds(arm, 1)
     assert ideal / seconds > 0.8
@@ -311,7 +311,7 @@ def test_a_tree_is_not_expected_to_end_where_chains_do() -> None:
     acceptance, chain = AcceptanceModel(), Strategy("learned", 8, 1, 8)
     for _ in range(50):
         acceptance.observe(chain, [2, 2, 2, 2], drafted=[2, 2, 2, 2])
-        acceptance.observe_in_hindsight([Hindsight(0, 0)], 4)
+        acceptance.observe_shadow_drafts([ShadowDraft(0, 0)], 4)
     assert expected(acceptance, chain)[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("hybrid", 8, 1, 8))[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("learned", 5, 2, 10))[0] > 4.5
@@ -339,17 +339,17 @@ def test_a_large_batch_whose_texts_change_is_noticed_within_a_few_steps() -> Non
 def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have_shown() -> None:
     acceptance = AcceptanceModel()
     for _ in range(100):
-        acceptance.observe(Hindsight.STRATEGY, [2] * 64)
-    before = expected(acceptance, Hindsight.STRATEGY, 64)[0]
+        acceptance.observe(ShadowDraft.STRATEGY, [2] * 64)
+    before = expected(acceptance, ShadowDraft.STRATEGY, 64)[0]
     for _ in range(300):
-        acceptance.observe_in_hindsight([Hindsight(0, 0)], 64)
-    assert expected(acceptance, Hindsight.STRATEGY, 64)[0] == pytest.approx(before, rel=0.05)
+        acceptance.observe_shadow_drafts([ShadowDraft(0, 0)], 64)
+    assert expected(acceptance, ShadowDraft.STRATEGY, 64)[0] == pytest.approx(before, rel=0.05)
 
 
 def test_a_batch_of_which_all_have_references_is_decided_for() -> None:
     """A forecast is also made for its last sequence alone, which none of the references may be counted for."""
     kinds = ("learned", "ahead+learned")
-    tuner = make_tuner("adaptive", kinds, abilities=Abilities(trees=False, hindsight=False))
+    tuner = make_tuner("adaptive", kinds, abilities=Abilities(trees=False, shadow_drafts=False))
     assert tuner is not None
     for size, num_references in ((6, 6), (6, 3), (2, 2), (1, 1)):
         references = (ReferenceDraft(0.9, 5),) * num_references
@@ -424,8 +424,8 @@ def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() ->
     are doubted, too."""
     acceptance = AcceptanceModel()
     for step in range(500):
-        acceptance.observe(Hindsight.STRATEGY, [15 if step < 200 else step % 10 == 0])
-    assert expected(acceptance, Hindsight.STRATEGY, 1)[0] < 2.6, (
+        acceptance.observe(ShadowDraft.STRATEGY, [15 if step < 200 else step % 10 == 0])
+    assert expected(acceptance, ShadowDraft.STRATEGY, 1)[0] < 2.6, (
         "2.9 where 16 earlier verifications count at every depth"
     )
 

@@ -30,7 +30,7 @@ from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.phase import NO_WORK, RolloutPhase
-from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
@@ -126,7 +126,7 @@ class ScriptedSpot:
 def make_phase(engine: Any, queue: Any, scorers: Scorers | None = None) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers = scorers or Scorers()
-    return RolloutPhase(world, engine, queue, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
+    return RolloutPhase(world, engine, queue, Sinks(scorers, lambda ids: ""), timeline, lambda: False)
 
 
 def make_training(
@@ -161,7 +161,7 @@ def generate(
     training.begin()
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.queue.begin("rollout", len(problems))
-    ended = FinishedResponses(problems, requests, phase.receivers, training)
+    ended = FinishedResponses(problems, requests, phase.sinks, training)
     idle_time = phase.build_idle_time(NO_WORK, training)
     last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, idle_time)
     return ended.rollouts, last_token, idle_time.drafter_report

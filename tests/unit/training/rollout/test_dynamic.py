@@ -17,7 +17,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.problems import problems_of_step, spare_problems
-from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import DrafterTraining
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
@@ -27,14 +27,15 @@ POLICY = make_policy()
 PROBLEMS = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(12)]
 
 
-def answer(draw: Draw, *values: float | None) -> Group:
+def answer(request: GroupRequest, *values: float | None) -> Group:
     """A group of these rewards; None: could not be scored."""
     rewards = tuple(Reward(0.0 if v is None else v, False, "time-out" if v is None else "") for v in values)
-    indexes = range(draw.first_sample, draw.first_sample + len(values))
+    indexes = range(request.first_sample, request.first_sample + len(values))
     rollouts = tuple(
-        Rollout(draw.problem.problem_id, i, draw.problem.prompt_ids, (1,), (0.0,), "stop", 0) for i in indexes
+        Rollout(request.problem.problem_id, i, request.problem.prompt_ids, (1,), (0.0,), "stop", 0)
+        for i in indexes
     )
-    return Group(draw, rollouts, rewards)
+    return Group(request, rollouts, rewards)
 
 
 def rule(num_groups: int, spare: Sequence[Problem], max_resamples: int = 9) -> DynamicSampling:
@@ -42,51 +43,51 @@ def rule(num_groups: int, spare: Sequence[Problem], max_resamples: int = 9) -> D
 
 
 def test_a_group_has_a_signal_where_two_scores_differ() -> None:
-    draw = Draw(PROBLEMS[0])
-    assert answer(draw, 0.0, 1.0).has_signal
-    assert not answer(draw, 1.0, 1.0).has_signal
-    assert not answer(draw, 1.0, None).has_signal, "what could not be scored is no second score"
+    request = GroupRequest(PROBLEMS[0])
+    assert answer(request, 0.0, 1.0).has_signal
+    assert not answer(request, 1.0, 1.0).has_signal
+    assert not answer(request, 1.0, None).has_signal, "what could not be scored is no second score"
 
 
 def test_groups_without_a_signal_are_replaced_by_the_next_spare_problems() -> None:
     sampling = rule(3, PROBLEMS[3:])
     groups = [
-        answer(Draw(PROBLEMS[0]), 0, 1),
-        answer(Draw(PROBLEMS[1]), 0, 0),
-        answer(Draw(PROBLEMS[2]), 1, 1),
+        answer(GroupRequest(PROBLEMS[0]), 0, 1),
+        answer(GroupRequest(PROBLEMS[1]), 0, 0),
+        answer(GroupRequest(PROBLEMS[2]), 1, 1),
     ]
-    draws = sampling.next_draws(groups, 1)
-    assert draws == [Draw(PROBLEMS[3]), Draw(PROBLEMS[4])]
-    groups += [answer(draws[0], 1, 1), answer(draws[1], 0, 1)]
-    assert sampling.next_draws(groups, 2) == [Draw(PROBLEMS[5])]
-    groups.append(answer(Draw(PROBLEMS[5]), 0, 1))
-    assert sampling.next_draws(groups, 3) == []
+    group_requests = sampling.next_requests(groups, 1)
+    assert group_requests == [GroupRequest(PROBLEMS[3]), GroupRequest(PROBLEMS[4])]
+    groups += [answer(group_requests[0], 1, 1), answer(group_requests[1], 0, 1)]
+    assert sampling.next_requests(groups, 2) == [GroupRequest(PROBLEMS[5])]
+    groups.append(answer(GroupRequest(PROBLEMS[5]), 0, 1))
+    assert sampling.next_requests(groups, 3) == []
     assert [group.problem_id for group in sampling.select(groups)] == ["p0", "p4", "p5"]
 
 
 def test_where_no_problem_is_left_those_without_a_signal_come_again_with_further_sample_indexes() -> None:
     sampling = rule(2, PROBLEMS[2:3])
-    groups = [answer(Draw(problem), 0, 0) for problem in PROBLEMS[:2]]
-    draws = sampling.next_draws(groups, 1)
-    assert draws == [Draw(PROBLEMS[2]), Draw(PROBLEMS[0], 2)]
-    groups += [answer(draws[0], 0, 1), answer(draws[1], 1, 1)]
-    draws = sampling.next_draws(groups, 2)
-    assert draws == [Draw(PROBLEMS[1], 2)], "the one that was drawn least"
-    groups.append(answer(draws[0], 0, 0))
-    assert sampling.next_draws(groups, 3) == [Draw(PROBLEMS[0], 4)]
+    groups = [answer(GroupRequest(problem), 0, 0) for problem in PROBLEMS[:2]]
+    group_requests = sampling.next_requests(groups, 1)
+    assert group_requests == [GroupRequest(PROBLEMS[2]), GroupRequest(PROBLEMS[0], 2)]
+    groups += [answer(group_requests[0], 0, 1), answer(group_requests[1], 1, 1)]
+    group_requests = sampling.next_requests(groups, 2)
+    assert group_requests == [GroupRequest(PROBLEMS[1], 2)], "the one that was drawn least"
+    groups.append(answer(group_requests[0], 0, 0))
+    assert sampling.next_requests(groups, 3) == [GroupRequest(PROBLEMS[0], 4)]
 
 
 def test_after_the_last_round_others_fill_up_each_problem_once() -> None:
     sampling = rule(3, (), max_resamples=1)
     groups = [
-        answer(Draw(PROBLEMS[0]), 0, 0),
-        answer(Draw(PROBLEMS[1]), 0, 0),
-        answer(Draw(PROBLEMS[2]), 0, 1),
+        answer(GroupRequest(PROBLEMS[0]), 0, 0),
+        answer(GroupRequest(PROBLEMS[1]), 0, 0),
+        answer(GroupRequest(PROBLEMS[2]), 0, 1),
     ]
-    groups += [answer(Draw(PROBLEMS[0], 2), 1, 1), answer(Draw(PROBLEMS[1], 2), 0, 1)]
-    assert sampling.next_draws(groups, 2) == []
+    groups += [answer(GroupRequest(PROBLEMS[0], 2), 1, 1), answer(GroupRequest(PROBLEMS[1], 2), 0, 1)]
+    assert sampling.next_requests(groups, 2) == []
     kept = sampling.select(groups)
-    assert [(group.problem_id, group.draw.first_sample) for group in kept] == [
+    assert [(group.problem_id, group.request.first_sample) for group in kept] == [
         ("p2", 0),
         ("p1", 2),
         ("p0", 0),
@@ -101,16 +102,16 @@ def test_no_key_occurs_twice_and_every_round_asks_for_what_lacks_whatever_the_re
     assert sorted(p.problem_id for p in [*begin, *spare]) == sorted(p.problem_id for p in PROBLEMS)
     sampling = rule(num, spare, max_resamples=12)
     groups: list[Group] = []
-    draws = [Draw(problem) for problem in begin]
+    group_requests = [GroupRequest(problem) for problem in begin]
     for num_rounds in range(1, 20):
-        assert len({draw.problem.problem_id for draw in draws}) == len(draws), (
+        assert len({request.problem.problem_id for request in group_requests}) == len(group_requests), (
             "a unit of work is known by its problem"
         )
-        groups += [answer(draw, 0.0, float(rng.random() < 0.2)) for draw in draws]
+        groups += [answer(request, 0.0, float(rng.random() < 0.2)) for request in group_requests]
         lacking = num - sum(group.has_signal for group in groups)
-        draws = sampling.next_draws(groups, num_rounds)
-        assert len(draws) == (lacking if num_rounds <= 12 else 0)
-        if not draws:
+        group_requests = sampling.next_requests(groups, num_rounds)
+        assert len(group_requests) == (lacking if num_rounds <= 12 else 0)
+        if not group_requests:
             break
     keys = [(r.problem_id, r.sample_index) for group in groups for r in group.rollouts]
     assert len(set(keys)) == len(keys)
@@ -166,7 +167,7 @@ def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answe
     assert plain.num_rounds > 2
     assert len(plain.groups) > len(plain.kept) == 4
     assert all(group.has_signal for group in plain.kept)
-    assert any(group.draw.first_sample for group in plain.groups), "some problem came twice"
+    assert any(group.request.first_sample for group in plain.groups), "some problem came twice"
     for strategy in (Strategy("learned", 3, 2, 6), Strategy("learned", 4, 1, 4)):
         speculated = sample(make_engine(POLICY, Fixed(strategy), max_batch_size=3))
         assert speculated.stats.accept_length is not None

@@ -71,7 +71,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
             return taken
 
         works[index].take = take_back_only_when_idle
-        ended = FinishedResponses(problems, requests, phase.receivers, DrafterTraining())
+        ended = FinishedResponses(problems, requests, phase.sinks, DrafterTraining())
         idle_time = phase.build_idle_time(NO_WORK, DrafterTraining())
         return lambda: (ended.rollouts, phase.generate(works[index], ended, idle_time))
 

@@ -24,7 +24,7 @@ from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.dynamic import DynamicSampling
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterTraining, Journal, Recalled, Receivers
+from tlt.training.rollout.protocol import DrafterTraining, Journal, Recalled, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work import FinishedResponses
 from tlt.training.rollout.work_queue import WorkQueue
@@ -97,8 +97,8 @@ def run_phase(
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(3)]
     sampling = DynamicSampling(5, NUM_SAMPLES, 1, [Problem("s0", (3, 5, 5))])
     with RewardPool(RewardSpec("data", ("group_rewards:standing",)), num_workers, 60) as scorers:
-        receivers, queue = Receivers(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
-        phase = RolloutPhase(ALONE, engine, queue, receivers, Timeline(0), lambda: False)
+        sinks, queue = Sinks(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
+        phase = RolloutPhase(ALONE, engine, queue, sinks, Timeline(0), lambda: False)
         return phase.run(problems, NUM_SAMPLES, PARAMS, purpose, 0, sampling=sampling)
 
 
@@ -174,8 +174,8 @@ def test_a_group_whose_responses_end_on_two_ranks_is_scored_once_and_whole(
         engine.step = step_when_help_is_offered  # type: ignore[method-assign, assignment]
         world = World(rank, 2, rank, torch.device("cpu"), HashStore(), None)
         with RewardPool(RewardSpec("data", ("group_rewards:standing",)), 0, 60) as scorers:
-            receivers = Receivers(scorers, str)
-            phase = RolloutPhase(world, engine, queues[rank], receivers, Timeline(rank), lambda: False)
+            sinks = Sinks(scorers, str)
+            phase = RolloutPhase(world, engine, queues[rank], sinks, Timeline(rank), lambda: False)
             return phase.run([Problem("p0", (3, 4, 5))], 8, PARAMS, "rollout", 0)
 
     with running(lambda: run(0), lambda: run(1)) as results:
@@ -230,7 +230,7 @@ def test_of_recalled_groups_those_scored_whole_keep_their_rewards_and_others_go_
     recalled, ranks, scorers = Recalled([], found, scored), [], [Asked(), Asked()]
     for rank in range(2):
         problems = [Problem(name, (3, 4)) for name in "abcd"]
-        ended = FinishedResponses(problems, requests, Receivers(scorers[rank], str), DrafterTraining())
+        ended = FinishedResponses(problems, requests, Sinks(scorers[rank], str), DrafterTraining())
         ended.recall(recalled, rank, 2)
         ranks.append(ended)
     assert ranks[0].rewards == {("a", i): Reward(1.0, True) for i in range(3)}

@@ -41,7 +41,7 @@ def test_the_speedup_is_that_of_the_engine_steps_and_the_tokens_are_the_same_in_
     monkeypatch.setattr(EngineStats, "seconds", property(lambda stats: float(stats.num_steps)))
     engine, num_steps = make_engine()[0], {}
     for drafts in (True, False):
-        with engine.aside(drafts) as stats:
+        with engine.without_side_effects(drafts) as stats:
             num_tokens = sum(len(one.token_ids) for one in engine.generate(REQUESTS))
             num_steps[drafts] = stats.num_steps
     assert num_steps[True] < num_steps[False]
@@ -75,7 +75,7 @@ def test_an_interrupted_measurement_leaves_the_engine_as_it_was() -> None:
     drafter, tuner = engine.drafter, engine.tuner
 
     def interrupt() -> None:
-        with engine.aside(drafts=False):
+        with engine.without_side_effects(drafts=False):
             engine.add(REQUESTS)
             engine.step()
             raise KeyboardInterrupt

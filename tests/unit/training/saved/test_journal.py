@@ -21,7 +21,7 @@ from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.dynamic import DynamicSampling
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import Recalled, Receivers
+from tlt.training.rollout.protocol import Recalled, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import WorkQueue
 from tlt.training.saved.checkpoint import Saved
@@ -390,8 +390,8 @@ def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult,
 
     engine.step = dying_step  # type: ignore[method-assign, assignment]  # the fault
     scorers, journal = Scorers(lambda token_ids: sum(token_ids) % 5 / 4), open_journal(folder)
-    receivers, queue = Receivers(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
-    phase = RolloutPhase(WORLD, engine, queue, receivers, Timeline(0), lambda: False)
+    sinks, queue = Sinks(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
+    phase = RolloutPhase(WORLD, engine, queue, sinks, Timeline(0), lambda: False)
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(4)]
     sampling = DynamicSampling(4, 2, 1, [Problem(f"s{i}", (3, 5, 5 + i)) for i in range(4)])
     return phase.run(problems, 2, PARAMS, "rollout", 0, sampling=sampling), engine, scorers

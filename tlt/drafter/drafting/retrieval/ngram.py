@@ -28,7 +28,7 @@ from tlt.drafter.drafting.retrieval.continuations import (
 from tlt.drafter.drafting.retrieval.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculation.law.tree import chain
-from tlt.speculation.tuner.protocol import Hindsight
+from tlt.speculation.tuner.protocol import ShadowDraft
 
 _KEEP = 0.99
 """Factor by which counts of acceptance fade per draft."""
@@ -78,7 +78,7 @@ class NgramDrafter(Drafter[NgramProposal]):
 
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
         """Judges the sequence in the first slot while retrieval does not draft. Ranking without the law's
         noise makes retrieval look a little worse."""
         if self._is_asked:  # its verdicts are observed
@@ -94,15 +94,15 @@ class NgramDrafter(Drafter[NgramProposal]):
                 self.watched = watched  # right so far
                 break
             self._count(watched.retrieved, accepted, has_failed)
-            found.append(Hindsight(len(nodes), accepted))
+            found.append(ShadowDraft(len(nodes), accepted))
             watched = self._watch(text[: start + accepted + 1])
         else:
             self.watched = None
         return tuple(found)
 
     def _watch(self, text: Sequence[int]) -> _Watched:
-        trie, length = self._continuations(0, text, Hindsight.STRATEGY)
-        return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY)))
+        trie, length = self._continuations(0, text, ShadowDraft.STRATEGY)
+        return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, ShadowDraft.STRATEGY)))
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.setdefault(request.problem_id, SuffixIndex())

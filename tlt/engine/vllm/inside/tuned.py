@@ -38,7 +38,7 @@ class TunedScheduler(LengthScheduler):
             "adaptive",
             (kind,),
             max_depth=max(length for *_, length in lengths),
-            abilities=Abilities(trees=False, hindsight=False),
+            abilities=Abilities(trees=False, shadow_drafts=False),
             prior=prior_of(law_config(config) or {}),
         )
         assert tuner is not None, "it is adaptive"

@@ -15,7 +15,7 @@ from tlt.drafter.shape import DrafterShape, Method
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DrafterBatch:
     """A packed batch on the drafter's device, in its dtype, with what the loss needs of the target.
 
     weight_M: on the CPU.
@@ -51,7 +51,7 @@ class Preset(ABC):
     method: Method
 
     @abstractmethod
-    def loss(self, model: Any, lesson: Lesson) -> Tensor:
+    def loss(self, model: Any, batch: DrafterBatch) -> Tensor:
         """A scalar."""
 
     @abstractmethod
