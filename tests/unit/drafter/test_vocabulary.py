@@ -299,8 +299,11 @@ def drafting_engine(
     return engine, learned, outside
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "temperature"),
+    [(Strategy("learned", 4, 1, 4), 1.0), (Strategy("learned", 3, 3, 9), 0.0)],
+    ids=str,
+)
 def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(
     temperature: float, strategy: Strategy
 ) -> None:
