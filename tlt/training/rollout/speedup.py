@@ -20,19 +20,21 @@ MAX_SHARE = 0.01
 MIN_TOKENS = 64
 """Fewest tokens of a response: in shorter ones the tuner drafts less than in a rollout, and the speedup is
 too low (benchmarks/log.md)."""
+FIRST_GUESS = 2.0
+"""Speedup assumed before the first pair, whose time it alone bounds."""
 
 
 def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int:
     """Tokens of each response that can be generated twice in MAX_SHARE of `seconds`.
 
     stats: of an engine that has generated as many responses at a time.
-    speedup: of the previous pair; NaN: none, and its upper bound, the accept length, stands in.
+    speedup: of the previous pair; NaN: none, and FIRST_GUESS stands in, so that a short run has a pair, too.
     """
     if not stats.sequence_seconds:
         return 0
     speed = stats.num_tokens / stats.sequence_seconds  # of one response, with drafts
     if math.isnan(speedup):
-        speedup = stats.accept_length or 1.0
+        speedup = FIRST_GUESS
     return int(MAX_SHARE * seconds * speed / (1 + speedup))
 
 
