@@ -155,7 +155,7 @@ def _call(call: Callable[[], int]) -> int:
     """Calls it as Python runs a program: finding modules here and on PYTHONPATH, with streams of its own,
     its threads awaited, what is to be done at exit done."""
     atexit._clear()  # what is to be done when this process's parent ends, such as removing the folder of all
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # typeshed leaves private names out
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
@@ -166,7 +166,7 @@ def _call(call: Callable[[], int]) -> int:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]  # typeshed leaves private names out
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

@@ -106,7 +106,7 @@ def fork_ranks() -> None:
     def forked(**given: Any) -> launcher.LaunchConfig:
         return make(**{**given, "start_method": "fork"})
 
-    launcher.LaunchConfig = forked  # type: ignore[assignment, misc]
+    launcher.LaunchConfig = forked  # type: ignore[assignment, misc]  # a function stands in for the class
 
 
 def read_plan(folder: Path) -> list[Kill]:

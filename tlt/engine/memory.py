@@ -23,7 +23,7 @@ GPU_SHARE = 0.8
 """Of a GPU's free memory; the rest is for activations, logits, noise and drafter training."""
 
 CPU_SHARE = 0.5
-"""Of a machine's memory, for the caches of all its ranks."""
+"""Share of a machine's memory for the caches of all its ranks."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

@@ -11,7 +11,7 @@ from typing import Any
 from tlt.base.types import DraftOutcome
 
 MAX_CHARACTERS = 2000
-"""Of a prompt or response, at its beginning and its end."""
+"""Characters shown of a prompt or response, half at its beginning and half at its end."""
 MAX_SHOWN_TOKENS = 800
 """Coloured tokens of a response: 240 drafted responses of this size keep the page below 5 MB."""
 DRAFTERS = {"learned": "learned drafter", "ngram": "retrieval", "ahead": "reference"}

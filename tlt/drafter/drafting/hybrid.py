@@ -35,7 +35,7 @@ def make_drafter(learned: LearnedDrafter | None, max_slots: int) -> Drafter[Any]
 @dataclass(frozen=True)
 class HybridProposal(Proposal):
     is_retrieved: tuple[bool, ...]
-    """By row: not drafted by the learned drafter."""
+    """Rows that the learned drafter does not draft."""
     learned: LearnedProposal | None = None
     """None: it was not asked."""
     retrieved: NgramProposal | None = None

@@ -46,7 +46,7 @@ class StepNoise:
 
     law: BatchLaw
     starts: Sequence[int]
-    """By row: the position that level 0 drafts for."""
+    """Position that level 0 drafts for, by row."""
     vocab_size: int
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:

@@ -88,7 +88,7 @@ def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[s
 class Adapter:
     lora: LoraSection
     tensors: Mapping[str, Tensor]
-    """By our names, in float32."""
+    """The adapter's tensors in float32, by our names."""
     without: str | None = None
     """A matrix without adapter though others of its kind have one, or None."""
 

@@ -46,9 +46,9 @@ class Curve(NamedTuple):
     drafter: str
     width: int
     budget: int | None
-    """Of trees; None: chains."""
+    """Budget of trees; None: chains."""
     octave: int | None
-    """Of the batch size, log2 rounded; None: all batch sizes."""
+    """log2 of the batch size, rounded; None: all batch sizes."""
     where_drafted: bool = False
     """True: leave out depths that retrieval could not fill; False: they count as rejected."""
 

@@ -45,9 +45,9 @@ class RewardSpec:
     """The rule of scoring; its values survive JSON."""
 
     task: str
-    """A task of ours, or the user's (`tlt.base.io.plugins`)."""
+    """Name of a task of TLT, or of the user's code (`tlt.base.io.plugins`)."""
     functions: Sequence[str] = ()
-    """The user's, and "task" for the task's own score; empty: that alone."""
+    """The user's reward functions, and "task" for the task's own score; empty: the task's own score alone."""
     weights: Sequence[float] = ()
     """Empty: 1 for each function."""
     solved_at: float = 1.0
@@ -84,9 +84,9 @@ class TrainerState:
 @dataclass(frozen=True)
 class RewardFunction:
     name: str
-    """As in metrics.jsonl."""
+    """The function's name in metrics.jsonl."""
     spec: str
-    """As in rewards.functions."""
+    """The function's entry in rewards.functions."""
     weight: float
     call: Callable[..., Any] = field(repr=False)
 

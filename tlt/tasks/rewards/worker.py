@@ -120,7 +120,7 @@ class Worker:
 
 
 def _fits(rewards: list[Any], call: Call) -> bool:
-    """The user's code could write to the pipe."""
+    """Checks an answer: the user's code could write to the pipe."""
     return len(rewards) == len(call.responses) and all(isinstance(one, Reward) for one in rewards)
 
 

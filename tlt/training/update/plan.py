@@ -118,7 +118,7 @@ def plan_ranks(
 
 
 Shares = list[dict[int, list[int]]]
-"""By rank and family."""
+"""Indices of responses, by rank and then by family."""
 
 
 def _deal(

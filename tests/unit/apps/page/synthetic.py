@@ -45,7 +45,7 @@ def step_record(step: int, **rollout: object) -> StepRecord:
         step_seconds=STEP_SECONDS,
         cpu_seconds=8.0,
         finished_at=BEGAN + STEP_SECONDS * step,
-        rollout=RolloutRecord(**(values | rollout)),  # type: ignore[arg-type]
+        rollout=RolloutRecord(**(values | rollout)),  # type: ignore[arg-type]  # fields of several types, by name
         rewards=RewardSummary(0.1 * (step % 7), 0.05 * (step % 5)),
         update=UpdateMetrics(-0.01, 0.3 + step / 100, 0.7, 0.0, float("nan"), 1e-5, 1e-6, 1, 3.0, 1e-4),
         drafter=DrafterCheck(version=step // 2),

@@ -249,9 +249,9 @@ def test_the_scatter_of_rewards_and_groups_without_variance_are_charts(tmp_path:
     (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
     run = read_run(folder, "run")
     charts = {spec.key: series_chart(spec, [run]) for spec in LEARNING}
-    (std,), (share,) = charts["reward-std"].shapes, charts["no-variance"].shapes  # type: ignore[union-attr]
-    assert std.y.tolist() == [0.25, 0.25]  # type: ignore[union-attr]
-    assert share.y.tolist() == [1 / 8, 1 / 8]  # type: ignore[union-attr]
+    (std,), (share,) = charts["reward-std"].shapes, charts["no-variance"].shapes  # type: ignore[union-attr]  # lines, which alone have x and y
+    assert std.y.tolist() == [0.25, 0.25]  # type: ignore[union-attr]  # lines, which alone have x and y
+    assert share.y.tolist() == [1 / 8, 1 / 8]  # type: ignore[union-attr]  # lines, which alone have x and y
 
 
 def test_whole_groups_of_a_file_are_shown(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _TYPE = "i"
 class Reference:
     token_ids: Sequence[int]
     version: int = 0
-    """Of the policy that drew it."""
+    """Version of the policy that drew the response."""
     is_whole: bool = False
 
 

@@ -71,7 +71,7 @@ class SuffixIndex:
         self._open: set[int] = set()
 
     def open_sample(self, prompt: tuple[int, ...]) -> int:
-        """Of all texts with this prompt, one indexes it."""
+        """Opens a text after the prompt, which only one of the prompt's texts indexes."""
         text = self.open(len(prompt) if prompt in self._indexed else 0)
         self._indexed.setdefault(prompt, text)
         self._prompts[text] = prompt

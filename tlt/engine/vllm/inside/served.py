@@ -27,7 +27,7 @@ TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
 """The scheduler with a server's tuner, for `--scheduler-cls`."""
 
 SEED_BITS = 62
-"""Of a drawn seed. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
+"""Bits of a drawn seed. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
 
 
 def prior_of(law: Mapping[str, Any]) -> CostPrior:

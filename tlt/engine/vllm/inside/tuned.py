@@ -46,7 +46,7 @@ class TunedScheduler(LengthScheduler):
         self._strategy = self._verified_by = Strategy.OFF
         self._began = 0.0
         self._batch: BatchState | None = None
-        """Of this step; None: it also reads prompts, and teaches nothing."""
+        """The batch of this step; None: the step also reads prompts, and the tuner does not learn from it."""
         self._stats, self._said_at = EngineStats(), time.monotonic()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
