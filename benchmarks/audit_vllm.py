@@ -1,4 +1,4 @@
-"""Generates responses with vLLM, offline, into a file for `tlt audit --responses`; describes its drafter.
+"""Generates responses with vLLM, offline, into a file for `tlt audit responses`; describes its drafter.
 
 Run by the interpreter of an environment that has vLLM; imports no tlt.
 

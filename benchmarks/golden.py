@@ -169,7 +169,7 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
         "--drafter",
         drafter,
     ]
-    found["audit"] = tree.summary("audit", base, *words)
+    found["audit"] = tree.summary("audit", "engine", base, *words)
 
     run, quickstart = folder / "run", tree.recipe / "quickstart.toml"
     exact = ["--run.dtype", "float64", "--drafter.train", "false", "--evaluation.num_problems", "0"]

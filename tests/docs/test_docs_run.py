@@ -39,7 +39,7 @@ NOT_RUN = {
     "parallel.policy fsdp": "needs several ranks, and minutes",
     "train.toml": "what tlt init own has written",
     "--repo OWNER/NAME": "needs a network",
-    "--responses vllm.jsonl": "responses that vLLM has generated",
+    "audit responses MODEL vllm.jsonl": "responses that vLLM has generated",
     "[--section.key": "a synopsis",
     "…": "a part of a command",
 }
@@ -55,7 +55,7 @@ SMALL = {
     "task": "--num 4",
     "drafter train": "--epochs 1",
     "drafter eval": "--max-tokens 16",
-    "audit": "--max-tokens 16 --num 4",
+    "audit engine": "--max-tokens 16 --num 4",
 }
 """Options that cut a command's work down; the last of a name counts."""
 INPUTS = {
@@ -129,7 +129,7 @@ def in_small(shown: Shown) -> list[str]:
             small += ["--model.path", "base", "--drafter.path", "drafter"]
     if "--run.num_steps 0" in shown.text:
         small += ["--run.num_steps", "0"]
-    return [*words, *([] if name == "audit" and "--responses" in words else small)]
+    return [*words, *small]
 
 
 @pytest.fixture(scope="module")

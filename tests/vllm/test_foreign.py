@@ -124,7 +124,7 @@ def test_the_commands_take_a_mixture_of_experts(
         assert succeed(capsys, "generate", str(model), *asked, *out)["responses"] == 12
         written.append([(record["token_ids"], record["text"]) for record in read_lines("out.jsonl")])
     assert written[0] == written[1]
-    assert cli.main(["audit", str(model), *asked, "--speculation", "ngram:4x1x4"]) == 3, (
+    assert cli.main(["audit", "engine", str(model), *asked, "--speculation", "ngram:4x1x4"]) == 3, (
         "nothing is found in so few tokens"
     )
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["lossless"] is None

@@ -19,7 +19,7 @@ SPECULATION = (
     "adaptive:1", "4×1×4",
 )  # fmt: skip
 HARMLESS = (
-    "task", "score", "plan memory", "generate", "drafter export", "train", "audit", "drafter eval",
+    "task", "score", "plan memory", "generate", "drafter export", "train", "audit engine", "drafter eval",
     "init", "bench",
 )  # fmt: skip
 TYPED = (
@@ -77,7 +77,7 @@ def _sound_words(place: Place, name: str) -> tuple[str, ...]:
         "generate": (model, "--prompts", prompts, "--out", "out.jsonl", *few),
         "task": ("countdown", "--num", "2", "--out", "out.jsonl"),
         "score": ("countdown", "--problems", prompts, "--responses", responses),
-        "audit": (model, "--prompts", prompts, *few),
+        "audit engine": (model, "--prompts", prompts, *few),
         "drafter export": (drafter, "--target", model, "--to", "exported", "--format", "vllm-eagle"),
         "bench": (model, "--prompts", prompts, "--num", "2", "--rounds", "1", *few),
         "drafter eval": (drafter, "--model", model, "--prompts", prompts, *few),

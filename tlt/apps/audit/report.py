@@ -113,6 +113,32 @@ class AuditReport:
     def mean_tokens(self) -> float:
         return self.num_tokens / self.num_responses
 
+    @property
+    def sentence(self) -> str:
+        size = f"{self.num_tokens} tokens in {self.num_responses} responses (mean {self.mean_tokens:.1f})"
+        verdict = f"NOT lossless: {'; '.join(self.reasons)}" if self.is_convicted else self.verdict
+        if self.verdict == "undecided" and self.num_missing:
+            verdict += f": {self.num_missing} responses are missing"
+        elif self.has_no_evidence:
+            needed = "over 5 million" if self.tokens_needed is None else f"{self.tokens_needed:,}"
+            verdict = f"undecided: no evidence against; needs {needed} tokens, and has {self.num_tokens:,}"
+        elif self.verdict == "undecided":
+            verdict += ": an estimate speaks against it, and the bets do not convict it; judge more"
+        if self.max_log10_e is None:
+            return f"{verdict}; {size}; {self.num_near_ties} near-ties"
+        surprise, share = self.surprise, self.elsewhere
+        assert surprise is not None
+        assert share is not None
+        stated = self.tokens_for_power.items()
+        power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in stated)
+        e_value = f"e-value 10^{self.log10_e:.1f}, at most 10^{self.max_log10_e:.1f}"
+        return (
+            f"{verdict}; {size}; {e_value} (convicts at {1 / self.alpha:g});"
+            f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
+            f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] "
+            f"({self.elsewhere_source}); tokens for 95 % power: {power}"
+        )
+
     def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
         told = (
             replace(one, text=text_of(one.token_id), expected_text=text_of(one.expected_id))

@@ -73,7 +73,9 @@ COMMANDS = {
     "generate": Command(generate.Generate, generate.run, generate.summarize),
     "task": Command(task.WriteProblems, task.write_problems, task.summarize_problems),
     "score": Command(task.Score, task.score, task.summarize_scores),
-    "audit": Command(audit.Audit, audit.run, audit.summarize),
+    "audit engine": Command(audit.AuditEngine, audit.engine, audit.summarize),
+    "audit server": Command(audit.AuditServer, audit.server, audit.summarize),
+    "audit responses": Command(audit.AuditResponses, audit.responses, audit.summarize),
     "drafter train": Command(drafter.DrafterTrain, drafter.train, drafter.summarize_training),
     "drafter export": Command(drafter.DrafterExport, drafter.export, drafter.summarize_export),
     "drafter eval": Command(drafter_eval.DrafterEval, drafter_eval.evaluate, drafter_eval.summarize),
@@ -83,6 +85,7 @@ COMMANDS = {
     "completion": Command(completion.Completion, complete),
 }
 FAMILIES = {
+    "audit": "Judge whether an engine samples from the model's own probabilities.",
     "drafter": "Train, export and measure the small model that drafts for a large one.",
     "plan": "Say what a run takes before it begins.",
     "hub": "Share what a run has made.",
@@ -95,9 +98,11 @@ def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(arguments[:num_words])
         if name in COMMANDS:
             return name, list(arguments[num_words:])
-    name = " ".join(arguments[: 2 if arguments[0] in FAMILIES else 1])
+    family = arguments[0] if arguments[0] in FAMILIES else ""
+    name = " ".join(arguments[: 2 if family else 1])
     nearest = next((known for known in COMMANDS if known.startswith(name)), find_nearest(name, COMMANDS))
-    remedy = f"did you mean tlt {nearest}?" if nearest else f"commands are {', '.join(COMMANDS)}"
+    listed = ", ".join(known for known in COMMANDS if known.startswith(family))
+    remedy = f"did you mean tlt {nearest}?" if nearest else f"commands are {listed}"
     raise UserError(f"{name}: unknown command; {remedy}")
 
 

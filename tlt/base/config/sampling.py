@@ -12,9 +12,8 @@ from tlt.base.kinds import MaxTokens, MinP, StopIds, StopTexts, Temperature, Top
 from tlt.base.types import SamplingParams
 
 
-class SamplingSection(Section):
-    """The sampling of training responses. RL trains on the law that it samples from, so truncation is off by
-    default."""
+class LawSection(Section):
+    """The law by which a token is drawn."""
 
     temperature: Temperature = SamplingParams.temperature
     """Sampling temperature; at 0 the most probable token is taken."""
@@ -24,6 +23,12 @@ class SamplingSection(Section):
     """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
     min_p: MinP = SamplingParams.min_p
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
+
+
+class SamplingSection(LawSection):
+    """The sampling of training responses. RL trains on the law that it samples from, so truncation is off by
+    default."""
+
     max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens."""
     stop: Annotated[StopTexts, Field(strict=False)] = SamplingParams.stop

@@ -26,7 +26,7 @@ def test_our_engine_is_lossless_with_exit_code_0(
 ) -> None:
     """At temperature 0, where every token is compared."""
     arguments = "--prompts prompts.jsonl --temperature 0 --samples 1 --max-tokens 30"
-    code, summary, text = run(capsys, str(model), *arguments.split())
+    code, summary, text = run(capsys, "engine", str(model), *arguments.split())
     assert (code, summary["lossless"]) == (0, True)
     assert text.startswith("off: lossless; ")
 
@@ -35,7 +35,7 @@ def test_too_few_tokens_are_undecided_with_exit_code_3(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = "--prompts prompts.jsonl --samples 20 --max-tokens 30 --out new/report.json"
-    code, summary, text = run(capsys, str(model), *arguments.split())
+    code, summary, text = run(capsys, "engine", str(model), *arguments.split())
     assert code == 3
     assert summary["lossless"] is None
     (mode,) = json.loads(Path("new/report.json").read_text())["modes"]
@@ -43,7 +43,7 @@ def test_too_few_tokens_are_undecided_with_exit_code_3(
     needed = max(mode["tokens_for_power"].values())
     has = f"needs {needed:,} tokens, and has {mode['num_tokens']:,}"
     assert text.startswith(f"off: undecided: no evidence against; {has}; ")
-    assert run(capsys, str(model), *arguments.split(), "--few-tokens-pass")[0] == 0
+    assert run(capsys, "engine", str(model), *arguments.split(), "--few-tokens-pass")[0] == 0
     assert mode["num_responses"] == 40
     assert mode["offenders"][0]["expected_text"]
 
@@ -54,9 +54,9 @@ def test_another_temperature_than_said_is_exit_code_1(
     generate = ["generate", str(model), "--prompts", "prompts.jsonl", "--samples", "30", "--max-tokens", "40"]
     assert cli.main([*generate, "--temperature", "0.5", "--out", "sharp.jsonl"]) == 0
     capsys.readouterr()
-    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl", "--temperature", "0.5")
+    code, summary, text = run(capsys, "responses", str(model), "sharp.jsonl", "--temperature", "0.5")
     assert (code, summary["lossless"]) == (3, None)
-    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl")
+    code, summary, text = run(capsys, "responses", str(model), "sharp.jsonl")
     assert (code, summary["lossless"]) == (1, False)
     assert text.startswith("sharp.jsonl: NOT lossless: the tokens follow another law")
     assert "\n  response " in text
@@ -67,11 +67,8 @@ def test_another_temperature_than_said_is_exit_code_1(
     [
         ("", "--prompts: give the prompts to answer"),
         (f"{PROMPTS} --task countdown", "--prompts: give the prompts to answer"),
-        ("--responses no.jsonl", "--responses: no.jsonl does not exist"),
-        ("--responses no.jsonl --url http://localhost:1", "name two engines"),
-        ("--responses no.jsonl --speculation 4x1x4", "is another engine; leave --speculation"),
-        (f"--responses no.jsonl {PROMPTS}", "holds its prompts itself"),
-        (f"--url http://localhost:1 {PROMPTS}", "--url and --engine-model belong together"),
+        (f"{PROMPTS} --url http://127.0.0.1:9", "--url: unknown option; see tlt audit engine --help"),
+        (f"{PROMPTS} --stop x", "--stop: unknown option; did you mean"),
         (f"{PROMPTS} --speculation off,learned:4x1x4", "'learned:4x1x4' needs a drafter"),
         (f"{PROMPTS} --speculation off,off", "must name every mode once"),
         (f"{PROMPTS} --plant-fault 0.1", "is a fault of speculation"),
@@ -83,14 +80,33 @@ def test_another_temperature_than_said_is_exit_code_1(
         (f"{PROMPTS} --out prompts.jsonl/report.json", "prompts.jsonl is no folder; give another path"),
         ("--task countdown --num 0", "--num: is 0"),
         ("--task nonsense", "unknown task 'nonsense'"),
-        (f"--url http://127.0.0.1:9 --engine-model m {PROMPTS}", "cannot be reached"),
-        (f"--url nonsense --engine-model m {PROMPTS}", "cannot be reached"),
     ],
 )
 def test_every_mistake_is_one_line(
     arguments: str, message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in fail(capsys, "audit", str(model), *arguments.split())
+    assert message in fail(capsys, "audit", "engine", str(model), *arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("server MODEL --url nonsense --engine-model m --task countdown", "cannot be reached"),
+        (f"server MODEL --url http://127.0.0.1:9 {PROMPTS}", "audit server: needs --engine-model"),
+        ("server MODEL --url http://127.0.0.1:9 --engine-model m", "--prompts: give the prompts to answer"),
+        ("responses MODEL", "audit responses: needs FILE"),
+        ("responses MODEL no.jsonl", "FILE: no.jsonl does not exist"),
+        (f"responses MODEL no.jsonl {PROMPTS}", "--prompts: unknown option"),
+        (
+            "MODEL --task countdown",
+            "unknown command; commands are audit engine, audit server, audit responses",
+        ),
+    ],
+)
+def test_every_mistake_about_another_engine_is_one_line(
+    command: str, message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(capsys, *f"audit {command}".replace("MODEL", str(model)).split())
 
 
 @pytest.mark.parametrize(
@@ -111,10 +127,12 @@ def test_every_mistake_in_a_file_of_responses_is_one_line(
     line: dict[str, Any], message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines("r.jsonl", line)
-    assert message in fail(capsys, "audit", str(model), "--responses", "r.jsonl")
+    assert message in fail(capsys, "audit", "responses", str(model), "r.jsonl")
 
 
 def test_a_folder_without_a_model_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "holds no model" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")
+    assert "holds no model" in fail(capsys, "audit", "engine", str(here), "--prompts", "prompts.jsonl")
     (here / "config.json").write_text("{}")
-    assert "transformers cannot load it" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")
+    assert "transformers cannot load it" in fail(
+        capsys, "audit", "engine", str(here), "--prompts", "prompts.jsonl"
+    )

@@ -1,4 +1,4 @@
-"""`tlt audit --url`: token ids from an OpenAI-compatible server, and servers that give none."""
+"""`tlt audit server`: token ids from an OpenAI-compatible server, and servers that give none."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_server_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(sampler(model, form, temperature))
-    code, summary, _ = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    code, summary, _ = run(capsys, "server", str(model), "--url", url, *ARGUMENTS)
     assert code == expected
     assert list(summary["modes"]) == [url]
 
@@ -171,7 +171,7 @@ def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
 ) -> None:
     pages = {"/version": json.dumps({"version": version}), "/metrics": metrics}
     url = serve(sampler(model, "token_ids", temperature), pages)
-    code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    code, _, output = run(capsys, "server", str(model), "--url", url, *ARGUMENTS)
     assert code == (1 if temperature != 1.0 else 3)
     assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
 
@@ -206,7 +206,7 @@ def test_a_server_without_token_ids_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(lambda payload: answer)
-    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+    line = fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS)
     assert message in line
 
 
@@ -254,7 +254,7 @@ def test_a_broken_answer_is_one_line(
     kind: str, model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer, message = BROKEN[kind]
-    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: answer), *PROMPTS)
+    line = fail(capsys, "audit", "server", str(model), "--url", serve(lambda payload: answer), *PROMPTS)
     assert "--url: http://127.0.0.1" in line
     assert message in line
 
@@ -273,7 +273,7 @@ def test_a_broken_answer_is_one_line(
 def test_an_address_that_is_none_is_one_line(
     url: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "cannot be reached" in fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+    assert "cannot be reached" in fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS)
 
 
 BUSY = wire(b"later", "503 Busy", "Retry-After: 0", "Content-Length: 5")
@@ -303,7 +303,7 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again(
     good, count = sampler(model, "token_ids"), itertools.count()
     url = serve(lambda payload: failure if next(count) % 3 == 1 else good(payload))
     few = (*PROMPTS, "--samples", "6", "--max-tokens", "12")
-    code, summary, output = run(capsys, str(model), "--url", url, *few)
+    code, summary, output = run(capsys, "server", str(model), "--url", url, *few)
     assert (code, summary["lossless"]) == (3, None)
     assert "12 responses" in output
     assert "missing" not in output
@@ -322,8 +322,8 @@ def test_answers_that_came_before_a_server_went_away_are_judged_and_the_others_c
     monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
     good, count = sampler(model, "token_ids", temperature), itertools.count()
     url = serve(lambda payload: good(payload) if next(count) <= 45 else BUSY)
-    words = [*ARGUMENTS, "--max-batch-size", "1", "--few-tokens-pass", "--out", "report.json"]
-    code = cli.main(["audit", str(model), "--url", url, *words])
+    words = [*ARGUMENTS, "--max-concurrency", "1", "--few-tokens-pass", "--out", "report.json"]
+    code = cli.main(["audit", "server", str(model), "--url", url, *words])
     captured = capsys.readouterr()
     assert code == expected
     assert "tlt: 5 of 50 responses are missing, the others are judged: " in captured.err
@@ -340,7 +340,7 @@ def test_a_server_that_stays_busy_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
-    line = fail(capsys, "audit", str(model), "--url", serve(lambda payload: BUSY), *PROMPTS)
+    line = fail(capsys, "audit", "server", str(model), "--url", serve(lambda payload: BUSY), *PROMPTS)
     assert "is busy (503: later); look at its log" in line
 
 
@@ -363,7 +363,7 @@ def test_a_fault_of_the_audit_itself_is_not_the_code_of_a_verdict(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlt.apps.audit.verdict.Auditor.judge", Mock(side_effect=ZeroDivisionError("a bug")))
-    assert cli.main(["audit", str(model), "--prompts", "prompts.jsonl", "--max-tokens", "2"]) == 70
+    assert cli.main(["audit", "engine", str(model), "--prompts", "prompts.jsonl", "--max-tokens", "2"]) == 70
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
@@ -371,7 +371,7 @@ def test_a_server_that_refuses_is_quoted(
     model: Path, here: Path, serve: Callable[[Answer], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = serve(lambda payload: {"error": "no such path"}) + "/v2"
-    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS)
+    line = fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS)
     assert "refuses (404" in line
     assert "no such path" in line
 
@@ -398,7 +398,7 @@ def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
         "--out",
         "report.json",
     ]
-    code, _, said = run(capsys, str(model), "--url", url, *PROMPTS, *words)
+    code, _, said = run(capsys, "server", str(model), "--url", url, *PROMPTS, *words)
     assert code == 3
     assert KEY not in said + (here / "report.json").read_text()
 
@@ -428,6 +428,6 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_mod
 ) -> None:
     url = serve(sampler(model, "token_ids", 1.0), key=KEY)
     monkeypatch.setenv("WRONG", "another key")
-    line = fail(capsys, "audit", str(model), "--url", url, *PROMPTS, *words)
+    line = fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS, *words)
     assert message in line
     assert "another key" not in line

@@ -13,7 +13,6 @@ from tests.unit.apps.audit.chain import PARAMS, STOP, V, judge, make_table, run_
 from tlt.apps.audit.estimates import Estimate, most_likely_share
 from tlt.apps.audit.report import AuditReport
 from tlt.apps.audit.verdict import Auditor
-from tlt.apps.cli.audit import describe_report
 from tlt.base.types import Rollout, SamplingParams, UserError
 
 
@@ -78,7 +77,7 @@ DOUBT = "undecided: an estimate speaks against it, and the bets do not convict i
 def test_the_verdict_is_lossless_only_where_its_own_power_and_estimates_say_so(
     report: AuditReport, begins: str
 ) -> None:
-    assert describe_report(report).startswith(begins)
+    assert report.sentence.startswith(begins)
     assert report.is_lossless is {"l": True, "u": None, "N": False}[begins[0]]
 
 

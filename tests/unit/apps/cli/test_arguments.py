@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.apps.cli.parts import fail
 from tlt.apps.cli import main as cli
-from tlt.apps.cli.audit import Audit
+from tlt.apps.cli.audit import AuditEngine
 from tlt.apps.cli.commands import COMMANDS
 from tlt.apps.cli.generate import Generate
 from tlt.apps.cli.options import parse_options
@@ -124,7 +124,9 @@ USAGE_ERRORS = (
     "train --resume no",
     "train --learning_rate 1",
     "generate m --prompts p",
-    "audit m",
+    "audit engine m",
+    "audit server m --task countdown",
+    "audit responses m",
     "plan memory no.toml",
     "drafter eval d",
     "serve",
@@ -159,11 +161,13 @@ def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
 
 def test_a_command_keeps_a_default_of_its_own() -> None:
     options = parse_options(
-        "audit", Audit, ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"]
+        "audit engine",
+        AuditEngine,
+        ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"],
     )
     assert (options.temperature, options.max_tokens, options.samples) == (0.0, 512, 8)
     assert options.speculation == ("off", "4x1x4")
-    assert options == Audit.model_validate(options.model_dump())
+    assert options == AuditEngine.model_validate(options.model_dump())
 
 
 def test_an_option_is_written_with_dashes_or_underscores_and_unset_by_none() -> None:

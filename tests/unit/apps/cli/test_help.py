@@ -66,11 +66,11 @@ def test_an_option_says_what_it_is_of(
     assert "training response" not in text
 
 
-@pytest.mark.parametrize("command", ["generate", "audit"])
+@pytest.mark.parametrize("command", ["generate", "audit engine"])
 def test_options_of_vllm_stand_apart_at_the_end(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common, own = shown(capsys, monkeypatch, command).split(" With --engine vllm: ")
+    common, own = shown(capsys, monkeypatch, *command.split()).split(" With --engine vllm: ")
     for name in VllmSection.model_fields:
         option = f" --{name.replace('_', '-')} "
         assert option not in common

@@ -94,7 +94,7 @@ def test_values_are_rounded_and_wear_the_unit_of_their_name(name: str, value: ob
 
 
 RECORDS: dict[str, tuple[dict[str, Any], str]] = {
-    "audit": ({"lossless": None, "modes": {"off": {"lossless": True}}, "device": "cpu"}, "undecided"),
+    "audit engine": ({"lossless": None, "modes": {"off": {"lossless": True}}, "device": "cpu"}, "undecided"),
     "bench": (
         {
             "speedup": {"mean": 1.5, "low": 1.4, "high": 1.6},
