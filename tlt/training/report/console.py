@@ -151,7 +151,7 @@ class Console:
     def progress(self, progress: PhaseProgress | None) -> None:
         """Any thread may call it. None: the phase has ended."""
         if self._live is not None:
-            self._live.progress = progress
+            self._live.phase = progress
         now = self._clock()
         if progress is None or self._told_at is None:
             self._told_at = None if progress is None else now

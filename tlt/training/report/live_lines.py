@@ -8,15 +8,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import rich.console
 from rich.console import RenderableType
-from rich.live import Live
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from tlt.training.report.progress import PhaseProgress
@@ -26,7 +25,7 @@ REFRESHES_PER_SECOND = 2
 """A refresh takes about a millisecond from the engine."""
 
 
-class LiveLines:
+class LiveLines(Progress):
     """what: work other than generating a step's responses.
     num_steps: of the whole run; None: no bar.
     stopping: said once the user has asked the run to stop."""
@@ -35,49 +34,46 @@ class LiveLines:
         self, console: rich.console.Console, num_steps: int | None, stopping: Callable[[], str] = str
     ) -> None:
         self.what = ""
-        self.progress: PhaseProgress | None = None
+        self.phase: PhaseProgress | None = None
         self._num_steps, self._stopping = num_steps, stopping
         self._step: int | None = None
         self._recent: deque[float] = deque(maxlen=8)
-        self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(
-            get_renderable=self._draw,
+        flexible, right = Column(no_wrap=True, overflow="ellipsis", ratio=1), Column(justify="right")
+        bar = BarColumn(16, complete_style="cyan", finished_style="cyan", table_column=Column(width=16))
+        super().__init__(
+            RenderableColumn(Spinner("dots", style="cyan"), table_column=Column(width=2, justify="right")),
+            TextColumn("{task.description}", style="default", markup=False, table_column=flexible),
+            *([bar] if num_steps else []),
+            TextColumn("{task.fields[left]}", style="dim", markup=False, table_column=right),
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
+            expand=True,
         )
-        self._live.start()
-
-    def stop(self) -> None:
-        self._live.stop()
+        self._line = self.add_task("", total=num_steps, left="")
+        self.start()
 
     def note_step(self, step: int, seconds: float) -> None:
         self._step = step
         self._recent.append(seconds)
 
-    def _draw(self) -> RenderableType:
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(width=2, justify="right")
-        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        cells: list[RenderableType] = [self._spinner, Text(self._headline())]
-        if self._num_steps and self._step is not None and self._recent:
-            seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
-            is_stepping = seconds_left > 0 and not self.what  # the time of anything else is unknown
-            line.add_column(width=16)
-            line.add_column(justify="right", no_wrap=True)
-            bar = ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan")
-            left = Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim")
-            cells += [bar, left]
-        line.add_row(*cells)
-        lines = Table.grid(expand=True)
-        lines.add_column(no_wrap=True, overflow="ellipsis")
-        lines.add_row(line)
-        if self.progress is not None:
-            for part in filter(None, (self.progress.figures, self.progress.ranks)):
-                lines.add_row(Text(f"   {part}", style="dim"))
-        if stopping := self._stopping():
-            lines.add_row(Text(f"   {stopping}", style="yellow"))
-        return Padding(lines, (1, 0, 0, 0))
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if not self.tasks:  # the base class asks before there is one
+            return
+        left = "" if self.what else self._time_left()  # the time of anything but a step is unknown
+        self.update(self._line, description=self._headline(), completed=self._step or 0, left=left)
+        yield Padding(self.make_tasks_table(self.tasks), (1, 0, 0, 0))
+        phase = [] if self.phase is None else [(self.phase.figures, "dim"), (self.phase.ranks, "dim")]
+        for text, style in [*phase, (self._stopping(), "yellow")]:
+            if text:
+                yield Text(f"   {text}", style, no_wrap=True, overflow="ellipsis")
+
+    def _time_left(self) -> str:
+        """Steps take minutes and evaluations lie between them, so rich's own estimate would not do."""
+        num_left = (self._num_steps or 0) - (self._step or 0)
+        if num_left <= 0 or not self._recent:
+            return ""
+        return f"{duration(num_left * sum(self._recent) / len(self._recent))} left"
 
     def _headline(self) -> str:
         of_all = f" of {self._num_steps}" if self._num_steps else ""

@@ -96,7 +96,7 @@ def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left
 def drawn(console: Console) -> str:
     """The live line, as plain text."""
     paper = io.StringIO()
-    rich.console.Console(file=paper, width=WIDTH).print(console._live._draw())
+    rich.console.Console(file=paper, width=WIDTH).print(console._live.get_renderable())
     return paper.getvalue()
 
 
