@@ -5,23 +5,22 @@ The process imports this module: libraries are imported when their tracker begin
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import html
 import importlib
 import importlib.util
 import json
-import netrc
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 from tlt.base.io.extras import how_to_install
 from tlt.base.io.plugins import describe, get_object
+from tlt.base.io.processes import this_python
 from tlt.base.io.text import quoted
 from tlt.base.types import UserError
 
@@ -105,27 +104,16 @@ class Accelerated:
         self._tracker.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Logs a table, or Markdown where the library has none; DVCLive takes neither."""
+        """Logs a table, in TensorBoard as Markdown; the other libraries get none."""
+        cells = [[*row] for row in rows]
         match self.name:
             case "wandb" | "clearml":
-                self._tracker.log_table(name, [*columns], [[*row] for row in rows], step=step)
+                self._tracker.log_table(name, [*columns], cells, step=step)
             case "trackio":
-                table = importlib.import_module("trackio").Table
-                rows_now = [[*row] for row in rows]
-                self._tracker.log({name: table(columns=[*columns], data=rows_now)}, step=step)
-            case "mlflow":  # one table of all steps: it appends to the file
-                by_column = {column: [row[n] for row in rows] for n, column in enumerate(columns)}
-                importlib.import_module("mlflow").log_table(by_column, f"{name}.json")
+                table = importlib.import_module("trackio").Table(columns=[*columns], data=cells)
+                self._tracker.log({name: table}, step=step)
             case "tensorboard":
                 self._tracker.log({name: _markdown(columns, rows)}, step=step)
-            case "swanlab":
-                text = importlib.import_module("swanlab").Text(_markdown(columns, rows))
-                self._tracker.log({name: text}, step=step)
-            case "comet_ml":
-                self._tracker.tracker.log_text(_markdown(columns, rows), step=step, metadata={"table": name})
-            case "aim":
-                text = importlib.import_module("aim").Text(_markdown(columns, rows))
-                self._tracker.tracker.track(text, name=name, step=step)
 
     def finish(self) -> None:
         self._tracker.finish()
@@ -209,11 +197,8 @@ def check_trackers(names: Sequence[str]) -> None:
                 needs = " and ".join(missing)
                 remedy = how_to_install(name) if name in EXTRAS else f"pip install {' '.join(missing)}"
                 raise UserError(f"tracking.use: {name} needs {needs}, which is not installed; {remedy}")
-            if name == "wandb" and not _has_wandb_key(os.environ):
-                raise UserError(
-                    "tracking.use: wandb has no API key, without which it waits in vain; run wandb login, "
-                    "set WANDB_API_KEY, or keep its files here with WANDB_MODE=offline"
-                )
+            if name == "wandb":
+                _refuse_without_login()
         elif not all(name.partition(":")):
             known = ", ".join(sorted(NAMES))
             raise UserError(
@@ -224,28 +209,19 @@ def check_trackers(names: Sequence[str]) -> None:
             get_object(f"tracking.use: {name}", name)
 
 
-def _has_wandb_key(environ: Mapping[str, str]) -> bool:
-    """Looks where W&B looks."""
-    is_said = environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE")
-    if is_said or environ.get("WANDB_MODE", "online") not in ("online", "shared"):
-        return True
-    server = environ.get("WANDB_BASE_URL") or _wandb_setting("base_url") or "https://api.wandb.ai"
-    if _wandb_setting("api_key") or _wandb_setting("mode") in ("offline", "disabled", "dryrun"):
-        return True
-    names = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in (Path(name).expanduser() for name in names):
-        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if netrc.netrc(path).authenticators(urlsplit(server).hostname or server):
-                return True
-    return False
-
-
-def _wandb_setting(name: str) -> str:
-    user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
-    settings = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
-        settings.read([user / "settings", Path("wandb/settings")], encoding="utf-8")
-    return settings.get("default", name, fallback="")
+def _refuse_without_login() -> None:
+    """Without a key W&B would wait in vain. Where it looks for one differs by version: it is asked itself."""
+    asked = subprocess.run(
+        [*this_python(), "-c", "import wandb; wandb.login(verify=False)"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode:
+        _, _, why = asked.stderr.strip().rpartition("\n")[2].partition(": ")
+        remedy = "run wandb login, set WANDB_API_KEY, or keep its files here with WANDB_MODE=offline"
+        raise UserError(f"tracking.use: wandb cannot log in ({why}); {remedy}")
 
 
 def _is_installed(package: str) -> bool:
