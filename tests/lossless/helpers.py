@@ -178,8 +178,6 @@ class ArtificialDrafter(Drafter[Proposal]):
 
 
 class Switching(StrategyTuner):
-    """Another strategy, off included, at every step."""
-
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)
 

@@ -50,7 +50,6 @@ forms = pytest.mark.parametrize("form", BLOCKS)
     ids=str,
 )
 def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_batch_size: int) -> None:
-    """The requests take all sampling settings in turn, temperature 0 among them."""
     engine = make_engine(POLICY, Fixed(strategy), form, max_batch_size=max_batch_size)
     requests = REQUESTS[::2] if max_batch_size == 1 else REQUESTS
     assert tokens_of(engine, requests) == {id_of(request): OFF[id_of(request)] for request in requests}

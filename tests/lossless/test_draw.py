@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
+from tests.refused import refused
 from tlt.base.strategy import Strategy
-from tlt.base.types import UserError
 from tlt.speculation import law as speculative
 from tlt.speculation.law import draw as draw_module
 from tlt.speculation.law.sampling import kernels
@@ -39,9 +39,7 @@ def test_a_gpu_without_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tlt.speculation.law.fused", raising=False)
     monkeypatch.delattr(speculative, "fused", raising=False)
-    with pytest.raises(
-        UserError, match=r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"
-    ):
+    with refused(r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"):
         kernels()
 
 

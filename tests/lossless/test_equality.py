@@ -109,8 +109,6 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(kind: str, max_bat
 
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
 def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
-    """They depend on clocks, here on one that says anything: the tuner switches often, and the tokens stay
-    the same."""
     kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
     tuner = make_tuner("adaptive", kinds)
     assert tuner is not None

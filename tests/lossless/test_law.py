@@ -78,7 +78,6 @@ def brute_force_walk(
 
 
 def brute_force_ancestors(parents: list[int], node: int) -> list[int]:
-    """The node, its parent, and so on."""
     line = [node]
     while parents[line[-1]] >= 0:
         line.append(parents[line[-1]])
@@ -100,7 +99,6 @@ def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Te
 
 
 def test_tokens_of_a_mixed_batch_have_each_rows_exact_probabilities() -> None:
-    """False-positive rate 1e-5: ten chi-square tests at 1e-6."""
     tokens = draw(PARAMS)
     assert all(fit(row, probabilities(LOGITS, p)) > ALPHA for row, p in zip(tokens, PARAMS, strict=True))
 

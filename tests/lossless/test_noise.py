@@ -221,7 +221,6 @@ STATISTICS: dict[str, Callable[[Noise], float]] = {
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_the_noise_is_gumbel_and_independent(name: str) -> None:
-    """False-positive rate: 1e-6 each (see the file's head)."""
     assert STATISTICS[name](gumbel_noise) > ALPHA
 
 

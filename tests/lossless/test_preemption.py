@@ -23,8 +23,9 @@ from tests.lossless.helpers import (
     step_of,
     tokens_of,
 )
+from tests.refused import refused
 from tlt.base.strategy import Strategy
-from tlt.base.types import Request, SamplingParams, UserError, id_of
+from tlt.base.types import Request, SamplingParams, id_of
 from tlt.drafter.drafting.learned import feature_history
 from tlt.engine import memory
 from tlt.engine.memory import automatic_bytes, machine_bytes
@@ -93,7 +94,7 @@ def bytes_held(engine: RolloutEngine) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "num_sequences"),
-    [*((strategy, 1.0) for strategy in STRATEGIES), *((strategy, 2.5) for strategy in STRATEGIES[::2])],
+    [*((strategy, 1.0) for strategy in STRATEGIES[::2]), *((strategy, 2.5) for strategy in STRATEGIES[1::2])],
     ids=str,
 )
 def test_a_budget_that_forces_preemption_changes_no_token(strategy: Strategy, num_sequences: float) -> None:
@@ -185,11 +186,8 @@ def test_what_comes_back_has_room_to_go_on_for_a_while() -> None:
 
 def test_a_sequence_that_does_not_fit_alone_is_refused_with_the_key_and_its_number() -> None:
     engine = limited(None, 0.5)
-    with pytest.raises(
-        UserError, match=r"kv_gib: .* hold 80 tokens .*'big'.* may have 160; give rollout.kv_gib at least"
-    ) as error:
+    with refused(r"kv_gib: .* hold 80 tokens .*'big'.* may have 160; give rollout.kv_gib at least"):
         engine.add([Request("big", 0, (1,) * 100, SamplingParams(max_tokens=500))])
-    assert "\n" not in str(error.value)
     engine.add([Request("fits", 0, (1,) * 10, SamplingParams(max_tokens=70, stop_ids=(STOP,)))])
     assert engine.num_waiting == 1
 

@@ -41,7 +41,6 @@ def requests_for(num: int = 9, max_tokens: int = 110) -> list[Request]:
 
 @cache
 def plain() -> dict[tuple[str, int], Rollout]:
-    """What the engine says without drafts."""
     return by_id(make_engine(make_policy()).generate(requests_for()))
 
 
@@ -89,8 +88,6 @@ def test_a_long_chain_is_verified_in_pieces_of_any_length(
 
 
 class Slow(Fixed):
-    """Says that without references a second brings a hundredth of a token."""
-
     expected = ExpectedSpeeds(otherwise=0.01)
 
 
@@ -213,7 +210,6 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
 
 
 def test_the_window_ends_a_draft() -> None:
-    """A reference goes on beyond the model's window: nothing is drafted there."""
     request = Request("w", 0, (9,) * 30, SamplingParams(1.0, max_tokens=CONFIG.max_positions - 30, seed=2))
     (want,) = make_engine(make_policy()).generate([request])
     references = References(None)

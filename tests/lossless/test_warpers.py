@@ -59,7 +59,6 @@ def kept(logits_V: Tensor, params: SamplingParams) -> tuple[set[int], set[int]]:
 
 
 def make_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
-    """float64 rows from flat to sharp."""
     spread_R1 = torch.linspace(0.5, 5.0, num_rows, dtype=torch.float64)[:, None]
     return (
         torch.randn(num_rows, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -103,8 +103,6 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
 
 
 def following(phase: PhaseResult, ours: Mapping[ResponseId, tuple[Rollout, Reward]]) -> PhaseResult:
-    """Returns the phase with these responses and rewards in the place of its own."""
-
     def follow(group: Group) -> Group:
         rollouts, rewards = zip(*(ours[id_of(rollout)] for rollout in group.rollouts), strict=True)
         return replace(group, rollouts=rollouts, rewards=rewards)
@@ -150,7 +148,6 @@ def run_arm(
 
 
 def small(recipe: Path) -> Mapping[str, Any]:
-    """Returns the keys that make a recipe small."""
     return BY_TASK[tomllib.loads(recipe.read_text(encoding="utf-8"))["task"]["name"]]
 
 

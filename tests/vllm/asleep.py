@@ -1,17 +1,11 @@
 """A vLLM with the model runner of GPUs, in a process of its own (children.py), whose drafter misses the steps
-that draft nothing: what every step drafts, beside what it drafts with a drafter that runs in every step.
-
-    the pickled name and arguments of a function of this file ─▶ main, in the child ─▶ its pickled result
-"""
+that draft nothing: what every step drafts, beside what it drafts with a drafter that runs in every step."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -34,8 +28,7 @@ Drafts = dict[tuple[str, int], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """One rollout. room: positions kept of a request.  longest_pass: positions that a pass reads.  fault: of
-    FAULTS."""
+    """One rollout. room: positions kept of a request.  longest_pass: positions that a pass reads."""
 
     off: int
     """Steps in turn that draft nothing, then `on` steps that draft; 0: another length in every step."""
@@ -44,7 +37,8 @@ class Case:
     longest_pass: int | None = None
     preempts_at: int | None = None
     """Step before which vLLM puts all sequences back."""
-    fault: str | None = None
+    is_awake: bool = False
+    """Whether the drafter runs in every step."""
 
 
 @dataclass(frozen=True)
@@ -60,48 +54,13 @@ class Found:
     """By how many tokens the host took a sequence for longer than it was, at most."""
 
 
-def fault_of(name: str | None, runner: Any) -> Any:
-    """Returns the patch that plants a fault."""
-    from tlt.engine.vllm.inside.drafter_v2 import DrafterV2  # imports vLLM
-    from tlt.engine.vllm.inside.unread import NOTHING, Rows, UnreadPositions
+def waking(is_awake: bool) -> Any:
+    from tlt.engine.vllm.inside.unread import UnreadPositions  # imports vLLM
 
-    take, rows_of = UnreadPositions.take, DrafterV2._rows
-
-    def missed(unread: UnreadPositions, rows: Rows, indices: Any, _: Any) -> None:
-        unread.first_S[rows.slots_B[indices]] = NOTHING
-
-    def with_rejected(drafter: DrafterV2, input_batch: Any) -> Rows:
-        rows = rows_of(drafter, input_batch)
-        return Rows(rows.slots_B, rows.starts_B, rows.counts_B, input_batch.is_prefilling_np)
-
-    faults: dict[str | None, Callable[[], Any]] = {
-        None: lambda: patch.object(UnreadPositions, "__doc__", ""),
-        "awake": lambda: patch.object(UnreadPositions, "keep", lambda *_: True),
-        "one position off": lambda: patch.object(UnreadPositions, "take", lambda u, s, p: take(u, s, p - 1)),
-        "never read": lambda: patch.object(UnreadPositions, "read", missed),
-        "rejected drafts kept": lambda: patch.object(DrafterV2, "_rows", with_rejected),
-        "tables of the pass left": lambda: patch.object(runner, "prepare_attn", _after_the_first(runner)),
-        "a slot's past kept": lambda: patch.object(runner.tlt.table, "on_enter", []),
-    }
-    return faults[name]()
-
-
-def _after_the_first(runner: Any) -> Callable[..., Any]:
-    """Prepares once a step, and not again after a pass."""
-    prepare, last = runner.prepare_attn, list[Any]()
-
-    def prepared(input_batch: Any) -> Any:
-        if last and last[-1] is input_batch:
-            return None
-        last[:] = [input_batch]
-        return prepare(input_batch)
-
-    return prepared
+    return patch.object(UnreadPositions, "keep", lambda *_: True) if is_awake else nullcontext()
 
 
 class Recorder:
-    """Records passes and drafts of a runner's speculator."""
-
     def __init__(self, runner: Any) -> None:
         self.states, self.speculator = runner.req_states, runner.speculator
         self.drafts: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -166,7 +125,7 @@ def rollout(engine: Any, requests: Sequence[Request], case: Case, expected: Draf
     unread.longest_pass = case.longest_pass or longest_pass
     forget_all(runner)
     recorder = Recorder(runner)
-    with fault_of(case.fault, runner), recorder.recording():
+    with waking(case.is_awake), recorder.recording():
         engine.add(requests)
         for step in count():
             if engine.is_idle:
@@ -183,6 +142,7 @@ def rollout(engine: Any, requests: Sequence[Request], case: Case, expected: Draf
 
 def of_cases(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, batch: int) -> list[Found]:
     """Returns what our engine drafts by vLLM's scheduler, one step after the other."""
+    interpret_triton()
     settings = EngineSettings(
         f"{DEPTH}x1x{DEPTH}",
         engine="vllm",
@@ -198,7 +158,7 @@ def of_cases(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, 
     for case in cases:
         key = case.off, case.on, case.preempts_at
         if key not in expected:
-            awake = Case(*key[:2], preempts_at=key[2], fault="awake")
+            awake = Case(*key[:2], preempts_at=key[2], is_awake=True)
             expected[key] = rollout(engine, requests, awake, {}).drafts
         found.append(rollout(engine, requests, case, expected[key]))
     engine.link.close()
@@ -208,6 +168,7 @@ def of_cases(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, 
 def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], eagle: Path) -> list[Found]:
     """Returns what vLLM drafts by its own asynchronous scheduler, four tokens while one request runs and none
     while two do. CPUs have no such scheduling by default: the host goes ahead, and nothing is faster."""
+    interpret_triton()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     import vllm
     from vllm.engine.arg_utils import EngineArgs
@@ -249,10 +210,10 @@ def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], e
         for seed, num in enumerate(max_tokens)
     ]
     runner, expected, found = core.model_executor.driver_worker.worker.model_runner, Drafts(), list[Found]()
-    for fault in ("awake", None):
+    for is_awake in (True, False):
         recorder = Recorder(runner)
         forget_all(runner)
-        with fault_of(fault, runner), recorder.recording():
+        with waking(is_awake), recorder.recording():
             llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
         found.append(recorder.found(expected, lambda name: str(int(name.split("-")[0]) % len(prompts))))
         expected = found[0].drafts
@@ -260,28 +221,10 @@ def of_a_schedule(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], e
     return found
 
 
-def in_child(folder: Path, function: str, *arguments: Any) -> Any:
-    """Calls a function of this file in a process of its own."""
-    job, out = folder / "job", folder / "found"
-    job.write_bytes(pickle.dumps((function, arguments)))
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "from tests.vllm.asleep import main; main()", str(job), str(out)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return pickle.loads(out.read_bytes())
-
-
-def main() -> None:
-    job, out = map(Path, sys.argv[1:])
-    interpret_triton()
-    torch.set_num_threads(1)
-    function, arguments = pickle.loads(job.read_bytes())
-    out.write_bytes(pickle.dumps(globals()[function](*arguments)))
-
-
 def of_blocks(requests: Sequence[Request], drafter: Path, block: int) -> tuple[Drafts, dict[str, Any]]:
     """Returns what our engine drafts with a DFlash drafter by vLLM's scheduler, another length at every step,
     and the tokens of each problem."""
+    interpret_triton()
     settings = EngineSettings(
         f"{block}x1x{block}",
         engine="vllm",

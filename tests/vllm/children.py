@@ -1,6 +1,6 @@
 """A vLLM in a process of its own, which generates what it is asked by every law of LAWS.
 
-    a pickled Start with requests and drafter ─▶ main, in the child ─▶ its pickled cells
+    a pickled function with its arguments ─▶ main, in the child ─▶ its pickled result
 
 The second model runner is that of GPUs; Triton's interpreter runs it here, so responses are few and short.
 That interpreter must be chosen before anything imports Triton, as transformers' models do: nothing here
@@ -13,7 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -71,7 +71,6 @@ class Cell:
 
 
 def requests_of(start: Start, own: Any) -> dict[str, list[Request]]:
-    """Returns the requests by law."""
     model = load_model(BASE, torch.float32)
     assert model.tokenizer is not None
     problems = make_problems("countdown", start.problems, 0, {"split": "test"})
@@ -88,22 +87,27 @@ def requests_of(start: Start, own: Any) -> dict[str, list[Request]]:
     return found
 
 
-def run_child(start: Start, requests: dict[str, list[Request]], drafter: Path, folder: Path) -> list[Cell]:
-    job, out = folder / "job", folder / "cells"
-    job.write_bytes(pickle.dumps((start, requests, drafter)))
+def in_child(folder: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of a module, which must not import Triton, in a process of its own."""
+    job, out = folder / "job", folder / "found"
+    job.write_bytes(pickle.dumps((function, arguments)))
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", "from tests.vllm.children import main; main()", str(job), str(out)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    cells: list[Cell] = pickle.loads(out.read_bytes())
-    return cells
+    return pickle.loads(out.read_bytes())
+
+
+def main() -> None:
+    job, out = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    function, arguments = pickle.loads(job.read_bytes())
+    out.write_bytes(pickle.dumps(function(*arguments)))
 
 
 def child(start: Start, requests: dict[str, list[Request]], drafter: Path) -> list[Cell]:
-    """Starts one vLLM and generates all responses, with every way to choose draft lengths."""
     if start.runner == "V2":
         interpret_triton()
-    torch.set_num_threads(1)
     settings = EngineSettings(
         f"{DEPTH}x1x{DEPTH}",
         engine="vllm",
@@ -137,8 +141,3 @@ def measure(engine: Any, law: str, requests: Sequence[Request], lengths: str) ->
         found = step_by_step(engine, requests, random_lengths(DEPTH, seed=3))
     scheduler.schedule = schedule
     return Cell(law, lengths, found, num_read, engine.stats.num_preemptions, engine.stats.accept_length)
-
-
-def main() -> None:
-    job, out = map(Path, sys.argv[1:])
-    out.write_bytes(pickle.dumps(child(*pickle.loads(job.read_bytes()))))

@@ -1,5 +1,5 @@
 """Compiles the law's kernels (tlt/speculation/law/fused.py) for GPUs that are not here: registers, spills,
-instructions."""
+instructions of float64."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CLASSES = {
-    "float64": r"D(FMA|MUL|ADD|SETP|MNMX)\b|MUFU\.R\w*64H|[FI]2[FI]\.\w*F64|[FI]2F\.F64|F2F\.F32\.F64",
-    "integer": r"(IMAD|IADD3|IADD|LOP3|SHF|LEA|ISETP|IMNMX|VIMNMX|UIADD3|UIMAD|ULOP3|USHF|ULEA|PRMT|UISETP"
-    r"|VIADD|SEL|I2F)\b",
-    "float32": r"(FMUL|FADD|FFMA|FSETP|FMNMX|FSEL|MUFU|HADD2|F2F|FCHK)\b",
-    "memory": r"(LDG|STG|LDS|STS|SHFL|BAR)\b",
-}
-"""Instructions by their names in the machine code (SASS)."""
+FLOAT64 = r"D(FMA|MUL|ADD|SETP|MNMX)\b|MUFU\.R\w*64H|[FI]2[FI]\.\w*F64|[FI]2F\.F64|F2F\.F32\.F64"
+"""Instructions of float64 by their names in the machine code (SASS)."""
 
 
 def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -40,12 +34,9 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
             )
             tools = Path(triton.__file__).parent / "backends/nvidia/bin"
             usage, code = _disassembled(tools, kernel.asm["cubin"])
-            threads = 32 * kernel.metadata.num_warps
-            counts = {kind: len(re.findall(pattern, code)) for kind, pattern in CLASSES.items()}
-            instructions = {kind: count * threads / fused.BLOCK for kind, count in counts.items()}
-            record = {"arch": f"sm_{arch}", "kernel": name, "logits": dtype, "threads": threads, **usage}
-            fma = len(re.findall(r"\bFFMA\b", code))
-            found.append({**record, "instructions": instructions, "float32_fma": fma})
+            float64 = len(re.findall(FLOAT64, code)) * 32 * kernel.metadata.num_warps / fused.BLOCK
+            record = {"arch": f"sm_{arch}", "kernel": name, "logits": dtype, "float64": float64, **usage}
+            found.append({**record, "float32_fma": len(re.findall(r"\bFFMA\b", code))})
     return found
 
 

@@ -18,13 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def own() -> Any:
-    """Our own engine with the recipe's model."""
     return own_engine(BASE)
 
 
 @pytest.fixture(scope="session")
 def live() -> Iterator[Any]:
-    """vLLM in this process, with the recipe's model and its trained drafter."""
     engine = vllm_engine(BASE, "4x1x4", DRAFTER)
     yield engine
     engine.link.close()

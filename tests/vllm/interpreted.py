@@ -3,7 +3,6 @@ interprets or compiles."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,8 +18,6 @@ from torch import Tensor
 
 from tlt.base.types import SamplingParams
 from tlt.speculation.law.params import BatchParams
-
-SOURCE = Path(__file__).parents[2] / "tlt" / "speculative" / "fused.py"
 
 
 @dataclass(frozen=True)
@@ -48,45 +43,22 @@ def _start(interprets: bool) -> None:
     torch.set_num_threads(1)
 
 
-def draw_rows(source: Path, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
-    """Returns what the kernel of this source draws. width: of the tensor that the logits are a part of."""
+def draw_rows(rows: Rows, width: int) -> tuple[Tensor, Tensor]:
+    """Returns what the kernel draws. width: of the tensor that the logits are a part of."""
+    from tlt.speculation.law import fused
+
     wide = torch.full((len(rows.logits), width), torch.finfo(rows.logits.dtype).max, dtype=rows.logits.dtype)
-    wide[:, : rows.logits.shape[1]] = rows.logits
-    with np.errstate(
-        all="ignore"
-    ):  # inf - inf is meant: a row that is no distribution has no log-probability
-        drawn = load(source).draw(
-            wide[:, : rows.logits.shape[1]], rows.keys, rows.positions, BatchParams(rows.params)
-        )
-    return drawn[0].clone(), drawn[1].clone()
+    logits_RV = wide[:, : rows.logits.shape[1]]
+    logits_RV.copy_(rows.logits)
+    with np.errstate(all="ignore"):  # a row that is no distribution has no log-probability: inf - inf
+        tokens_R, logprobs_R = fused.draw(logits_RV, rows.keys, rows.positions, BatchParams(rows.params))
+    return tokens_R.clone(), logprobs_R.clone()
 
 
-def make_noise(source: Path, keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    noise: Tensor = load(source).gumbel_noise(keys, positions, vocab_size)
-    return noise
+def make_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    from tlt.speculation.law import fused
 
-
-def load(source: Path) -> ModuleType:
-    """Returns the kernels of a file: fused.py, or a copy with a fault."""
-    name = f"kernels_of_{source.parent.name}_{source.stem}".replace("-", "_")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, source)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def planted(folder: Path, changes: Sequence[tuple[str, str]], appended: str = "") -> Path:
-    """Returns a copy of the kernels in which every old text, which must occur once, is a new one."""
-    text = SOURCE.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-        text = text.replace(old, new)
-    path = folder / "fused.py"
-    path.write_text(text + appended, encoding="utf-8")
-    return path
+    return fused.gumbel_noise(keys, positions, vocab_size)
 
 
 class _Hopper:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.side_by_side import answers, random_lengths, step_by_step
-from tests.vllm.asleep import in_child
+from tests.vllm.asleep import of_blocks
 from tests.vllm.blocks import blocks_at, randomize
+from tests.vllm.children import in_child
 from tests.vllm.parts import BASE, assert_equal, in_vllm, make_checkpoint, own_engine, vllm_engine
 from tests.vllm.test_live import WINDOW, countdown
 from tests.vllm.test_unread import pattern
@@ -225,7 +226,7 @@ def test_the_model_runner_of_gpus_drafts_our_blocks(own: Any, tmp_path: Path) ->
     """Triton's interpreter runs it here. Its drafter fills whole blocks in every step, drafts or not."""
     live = start(BASE, tmp_path / "drafter", None)
     requests = {one.problem_id: one for one in countdown(4, 20)}
-    drafts, tokens = in_child(tmp_path, "of_blocks", [*requests.values()], tmp_path / "drafter", BLOCK)
+    drafts, tokens = in_child(tmp_path, of_blocks, [*requests.values()], tmp_path / "drafter", BLOCK)
     rows = [(requests[name], tokens[name][:length], draft) for (name, length), draft in drafts.items()]
     assert_ours(live, [row for row in rows if len(row[1]) < len(tokens[row[0].problem_id])], BLOCK)
     expected = answers(own, [*requests.values()])

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from tests.side_by_side import Comparison, answers, compare
-from tests.vllm.children import Cell, Start, requests_of, run_child
+from tests.vllm.children import Cell, Start, child, in_child, requests_of
 from tests.vllm.parts import BASE, DRAFTER, in_vllm, make_drafter
 
 pytestmark = in_vllm
 
 
 def beside(start: Start, drafter: Path, own: Any, folder: Path) -> list[tuple[Cell, Comparison]]:
-    """Returns what a child generated, compared with our own engine."""
     requests = requests_of(start, own)
     ours = {law: answers(own, wanted) for law, wanted in requests.items()}
-    cells = run_child(start, requests, drafter, folder)
+    cells = in_child(folder, child, start, requests, drafter)
     assert len(cells) == 6
     return [(cell, compare(requests[cell.law], ours[cell.law], cell.responses, BASE)) for cell in cells]
 

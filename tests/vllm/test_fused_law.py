@@ -1,6 +1,5 @@
 """The law's kernel (speculation/law/fused.py) against the plain law: tokens and noise bit for bit, in Triton's
-interpreter, and on a GPU where there is one. Then the same on planted faults, each of which must show; and
-what the kernel compiles to.
+interpreter, and on a GPU where there is one; and what the kernel compiles to.
 
 Needs Triton, which comes with vLLM and with PyTorch for GPUs, and no GPU.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,10 @@ from torch import Tensor
 
 from tests.vllm.compiled import compile_apart
 from tests.vllm.interpreted import (
-    SOURCE,
     Rows,
     compile_as_called,
     draw_rows,
     make_noise,
-    planted,
     triton_process,
 )
 from tlt.base.types import SamplingParams
@@ -94,7 +90,7 @@ def test_noise_is_the_plain_laws_bit_for_bit_whatever_the_vocabulary(
     generator = torch.Generator().manual_seed(vocab_size)
     keys_B4 = torch.randint(2**32, (3, 4), generator=generator)
     positions_BT = torch.tensor([[0, 1], [2**31 - 1, 2**31], [2**32 - 1, 77]])
-    found = interpreted(make_noise, SOURCE, keys_B4, positions_BT, vocab_size)
+    found = interpreted(make_noise, keys_B4, positions_BT, vocab_size)
     assert torch.equal(
         found.view(torch.int32), gumbel_noise(keys_B4, positions_BT, vocab_size).view(torch.int32)
     )
@@ -110,7 +106,7 @@ def test_tokens_are_the_plain_laws_and_log_probabilities_within_the_bound(
 ) -> None:
     for seed in range(3):
         rows = make_rows(vocab_size, params, dtype, seed)
-        assert_equal(rows, interpreted(draw_rows, SOURCE, rows, vocab_size))
+        assert_equal(rows, interpreted(draw_rows, rows, vocab_size))
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED[:2]], ids=["plain", "truncated"])
@@ -118,22 +114,22 @@ def test_a_vocabulary_of_152064_in_bf16_is_drawn_from_alike(
     interpreted: Call, params: tuple[SamplingParams, ...]
 ) -> None:
     rows = make_rows(152064, params, torch.bfloat16)
-    assert_equal(rows, interpreted(draw_rows, SOURCE, rows, 152064))
+    assert_equal(rows, interpreted(draw_rows, rows, 152064))
 
 
 def test_a_padded_head_is_read_up_to_the_vocabulary(interpreted: Call) -> None:
     rows = make_rows(61, PLAIN)
-    assert_equal(rows, interpreted(draw_rows, SOURCE, rows, 64))
+    assert_equal(rows, interpreted(draw_rows, rows, 64))
 
 
 def test_rows_are_laws_of_their_own_in_any_order_and_number(interpreted: Call) -> None:
     rows = make_rows(2100, TRUNCATED)
-    whole = interpreted(draw_rows, SOURCE, rows, 2100)
+    whole = interpreted(draw_rows, rows, 2100)
     order = torch.tensor([3, 0, 4, 4, 1, 2, 0])
     shuffled = Rows(
         rows.logits[order], rows.keys[order], rows.positions[order], tuple(TRUNCATED[i] for i in order)
     )
-    found = interpreted(draw_rows, SOURCE, shuffled, 2100)
+    found = interpreted(draw_rows, shuffled, 2100)
     assert torch.equal(found[0], whole[0][order])
     assert torch.equal(found[1], whole[1][order]), "not a bit depends on the batch"
 
@@ -148,7 +144,7 @@ def tied(vocab_size: int = 5000) -> Rows:
 
 
 def test_of_equal_scores_the_lowest_token_wins_within_a_block_and_across_blocks(interpreted: Call) -> None:
-    tokens_R, logprobs_R = interpreted(draw_rows, SOURCE, tied(), 5000)
+    tokens_R, logprobs_R = interpreted(draw_rows, tied(), 5000)
     assert tokens_R.tolist() == [7, 100, 2047, 0]
     assert logprobs_R[3].item() == pytest.approx(-math.log(5000), abs=2e-6)
 
@@ -163,7 +159,7 @@ def test_where_every_token_is_doubled_the_first_of_both_is_drawn(
     laws = (SamplingParams(temperature=0), SamplingParams(temperature=1e-35))
     rows = make_rows(1003, tuple(laws[row % 2] for row in range(num_rows)), dtype)
     rows.logits[:, 501:1002] = rows.logits[:, :501]
-    tokens_R, _ = interpreted(draw_rows, SOURCE, rows, 1003)
+    tokens_R, _ = interpreted(draw_rows, rows, 1003)
     assert torch.equal(tokens_R, expected(rows)[0])
     assert not bool(((tokens_R >= 501) & (tokens_R < 1002)).any())
 
@@ -178,7 +174,7 @@ def masked() -> Rows:
 
 
 def test_forbidden_tokens_are_never_drawn_and_have_no_mass(interpreted: Call) -> None:
-    found = interpreted(draw_rows, SOURCE, masked(), 5000)
+    found = interpreted(draw_rows, masked(), 5000)
     assert_equal(masked(), found)
     assert found[0][2].item() == 4321
     assert found[1][2].item() == 0.0
@@ -193,85 +189,9 @@ def test_logits_that_are_no_distribution_give_a_log_probability_that_is_none(int
         math.inf,
         math.nan,
     )
-    tokens_R, logprobs_R = interpreted(draw_rows, SOURCE, rows, 5000)
+    tokens_R, logprobs_R = interpreted(draw_rows, rows, 5000)
     assert tokens_R.tolist() == expected(rows)[0].tolist() == [7, 0, 4500, 0]
     assert logprobs_R.isnan().all()
-
-
-# ── planted faults ──────────────────────────────────────────────────────────────────────────────────────────
-
-OTHER_CONSTANT = """
-
-@triton.jit
-def philox_of_another_constant(c0, c1, c2, c3, k0, k1):
-    for _ in tl.static_range(10):
-        A = 0xD2511F53
-        B = 0xCD9E8D59
-        _c0, _c2 = c0, c2
-        c0 = tl.umulhi(B, _c2) ^ c1 ^ k0
-        c2 = tl.umulhi(A, _c0) ^ c3 ^ k1
-        c1 = tl.mul(B, _c2, sanitize_overflow=False)
-        c3 = tl.mul(A, _c0, sanitize_overflow=False)
-        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    return c0, c1, c2, c3
-"""
-LAST_TOKEN = "tl.store(token_ptr + out, first + tl.max(tl.where(score == best, tl.arange(0, BLOCK), -1), 0))"
-LAST_BLOCK = "tokens_RK.gather(1, num_blocks - 1 - best_RK.flip(-1).argmax(-1, keepdim=True))"
-OF_THE_ROW = "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row), first"
-MASS = "tl.exp(logit - largest)"
-FAULTS = {
-    "another round constant": ("tl.philox_impl(", "philox_of_another_constant("),
-    "a round too few": ("zero + k3, k0, k1)", "zero + k3, k0, k1, 9)"),
-    "words of the key exchanged": ("zero + k3, k0, k1)", "zero + k3, k1, k0)"),
-    "words of a block exchanged": ("(r0, r2), tl.interleave(r1, r3)", "(r0, r1), tl.interleave(r2, r3)"),
-    "the next position": (
-        OF_THE_ROW,
-        "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row) + 1, first",
-    ),
-    "another row's key": (OF_THE_ROW, "noise = _gumbel(key_ptr, tl.load(position_ptr + row), first"),
-    "a word without its half": ("4294967295.5", "4294967295.0"),
-    "logarithms in float32": ("word.to(tl.float64)", "word.to(tl.float32)"),
-    "ties to the highest token": ("tl.store(token_ptr + out, first + index)", LAST_TOKEN),
-    "ties to the last block": ("tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))", LAST_BLOCK),
-    "padding that can be drawn": ('is_real, -float("inf")).to(dtype)', "is_real, 9.0).to(dtype)"),
-    "noise on greedy rows": ("if scale_ptr is not None:", "if False:"),
-    "no temperature": ("if inverse_ptr is not None:", "if False:"),
-    "no truncation": ("if kept_ptr is not None:", "if False:"),
-    "the mass of what truncation kept": (MASS, "tl.exp(kept - largest)"),
-    "a block without mass": ('largest = tl.where(largest == -float("inf"), 0.0, largest)', "pass"),
-}
-
-
-def is_right(call: Call, source: Path) -> bool:
-    cases = [
-        make_rows(61, params, seed=seed) for params in (PLAIN, GREEDY, COLD, TRUNCATED) for seed in range(2)
-    ]
-    cases += [make_rows(2049, PLAIN), tied(), masked()]
-    try:
-        for rows in cases:
-            assert_equal(rows, call(draw_rows, source, rows, rows.logits.shape[1]))
-        keys_B4, positions_BT = torch.tensor([[1, 2, 3, 4]]), torch.arange(2)[None]
-        return torch.equal(
-            call(make_noise, source, keys_B4, positions_BT, 5000), gumbel_noise(keys_B4, positions_BT, 5000)
-        )
-    except AssertionError:
-        return False
-    except RuntimeError as error:
-        if "out of bounds" not in str(
-            error
-        ):  # a token beyond the vocabulary; anything else is a mistake of this test
-            raise
-        return False
-
-
-def test_without_a_fault_the_copy_is_right(interpreted: Call, tmp_path: Path) -> None:
-    assert is_right(interpreted, planted(tmp_path, [], OTHER_CONSTANT))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(interpreted: Call, tmp_path: Path, fault: str) -> None:
-    assert not is_right(interpreted, planted(tmp_path, [FAULTS[fault]], OTHER_CONSTANT))
 
 
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -287,7 +207,7 @@ def test_for_gpus_of_two_generations_it_compiles_without_spilling_or_contracting
         assert kernel["registers"] <= 64, "four programs on a multiprocessor"
         assert kernel["shared_bytes"] <= 2048
         assert kernel["float32_fma"] == 0
-        assert 40 < kernel["instructions"]["float64"] < 100, "two logarithms for each value"
+        assert 40 < kernel["float64"] < 100, "two logarithms for each value"
 
 
 def test_the_very_arguments_of_a_draw_compile_for_a_gpu_that_is_not_here() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.refused import refused
 from tests.vllm.parts import served
 from tests.vllm.serving import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
@@ -193,15 +194,6 @@ def test_what_comes_before_the_law_does_not_depend_on_company(
     assert together != plain
 
 
-def test_words_that_are_forbidden_and_forms_that_are_asked_for_are_kept(ask: Callable[..., Any]) -> None:
-    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "seed": 4, "temperature": 1.0}
-    assert "+" not in ask(**asked, extra_body={"bad_words": ["+"]}).choices[0].text
-    assert set(
-        ask(**asked, extra_body={"structured_outputs": {"regex": "[1-3]{30}"}}).choices[0].text
-    ) <= set("123")
-    assert ask(**asked, extra_body={"min_tokens": 100, "ignore_eos": False}).usage.completion_tokens >= 100
-
-
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -223,12 +215,6 @@ def test_what_cannot_be_right_is_refused_and_the_server_goes_on(
     with pytest.raises(openai.BadRequestError, match=sentence):
         ask(prompt=PROMPT, max_tokens=4, **asked)
     assert ask(prompt=PROMPT, max_tokens=4).choices
-
-
-@pytest.mark.parametrize("top_k", [2**31, 2**63, 2**64])
-def test_a_top_k_beyond_any_vocabulary_keeps_all_tokens(top_k: int, ask: Callable[..., Any]) -> None:
-    found = [tokens(ask, 3, extra_body={"top_k": given}) for given in (0, top_k)]
-    assert found[0] == found[1]
 
 
 def counter(url: str, name: str) -> float:
@@ -296,7 +282,7 @@ def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(
     config.scheduler_config.async_scheduling = (
         True  # vLLM's default on GPUs; its CPU platform switches it off
     )
-    with pytest.raises(UserError, match="--no-async-scheduling"):
+    with refused("--no-async-scheduling"):
         check_server(config)
     monkeypatch.setattr(
         type(config), "use_v2_model_runner", True

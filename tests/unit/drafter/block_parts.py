@@ -1,4 +1,4 @@
-"""Block drafters of a tiny target, in float64, and their forward written out plainly: no cache, no batch, no
+"""Drafters of a target that is deep enough for them, in float64; of block drafters the forward written out plainly: no cache, no batch, no
 fused matrix, nothing of the package but the tensors' names."""
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
+from tests.unit.drafter.parts import make_model
 from tlt.drafter.block import BlockModel
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
-from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.shape import BlockOptions, BlockShape, Method, drafter_shape, training_capture
+from tlt.drafter.forms import pack_drafter
+from tlt.drafter.shape import BlockOptions, DrafterShape, Method, training_capture
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
@@ -28,22 +29,8 @@ FORMS: list[tuple[Method, int | None]] = [("dflash", None), ("dspark", None), ("
 
 
 def make_block(method: Method, draft_vocab: int | None = None, seed: int = 2, layers: int = 2) -> BlockModel:
-    """A random drafter, its matrices strong enough to matter, and every norm with weights of its own."""
-    options = BlockOptions(layers, NUM_DRAFTED, mask_token_id=13)
-    model = new_model(drafter_shape(DEEP, method, draft_vocab, options)).double().initialize(seed)
+    model = make_model(seed, method, draft_vocab, DEEP, BlockOptions(layers, NUM_DRAFTED, mask_token_id=13))
     assert isinstance(model, BlockModel)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-            if "markov" in name:
-                parameter.copy_(4 * drawn - 2)
-            elif parameter.dim() == 1:
-                parameter.copy_(1 + drawn)
-            elif name != "fc.weight":
-                parameter.mul_(12.0)
-    if draft_vocab is not None:
-        model.set_vocabulary(torch.tensor([t for t in range(VOCAB) if t not in (0, 7, 11)]))
     return model
 
 
@@ -57,7 +44,7 @@ def make_drafter(
 
 @torch.no_grad()
 def captured_of(
-    shape: BlockShape, tokens: Sequence[int], target: PackedTransformer = TARGET, for_training: bool = False
+    shape: DrafterShape, tokens: Sequence[int], target: PackedTransformer = TARGET, for_training: bool = False
 ) -> Tensor:
     """What the drafter reads of the target at every token."""
     capture = training_capture(shape, DEEP.num_layers) if for_training else shape.capture
@@ -65,8 +52,7 @@ def captured_of(
     return target.forward_capturing(torch.tensor(tokens), attend.positions(), attend, capture)[1]
 
 
-def make_batch(shape: BlockShape, lengths: tuple[int, ...] = (9, 4, 12), seed: int = 0) -> PackedBatch:
-    """Windows of random tokens with what the target makes of them; the response begins with their third."""
+def make_batch(shape: DrafterShape, lengths: tuple[int, ...] = (9, 4, 12), seed: int = 0) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     captured = torch.cat([captured_of(shape, row, for_training=True) for row in rows])

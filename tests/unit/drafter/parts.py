@@ -16,7 +16,7 @@ from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedProposal
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.protocol import DraftContext, DraftNoise
-from tlt.drafter.shape import Method, drafter_shape
+from tlt.drafter.shape import BlockOptions, Method, drafter_shape
 from tlt.drafter.training.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafter.training.eagle_loss import EaglePreset
 from tlt.drafter.training.losses import PRESETS
@@ -24,7 +24,7 @@ from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.tuner.protocol import StrategyTuner
@@ -36,14 +36,26 @@ TARGET = pack(POLICY)
 
 
 def make_model(
-    seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None
+    seed: int = 2,
+    method: Method = "eagle",
+    draft_vocab: int | None = None,
+    config: ModelConfig = CONFIG,
+    block: BlockOptions | None = None,
 ) -> DraftModel:
-    """A random drafter, its attention and mlp strong enough to matter."""
-    model = new_model(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
+    """A random drafter whose matrices are strong enough to matter, and of whose norms no two are alike."""
+    model = new_model(drafter_shape(config, method, draft_vocab, block)).double().initialize(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and name != "fc.weight":
-                parameter.mul_(scale)
+            drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            if "markov" in name:
+                parameter.copy_(4 * drawn - 2)
+            elif parameter.dim() == 1:
+                parameter.copy_(1 + drawn)
+            elif name != "fc.weight":
+                parameter.mul_(8.0 if block is None else 12.0)
+    if draft_vocab is not None:
+        model.set_vocabulary(torch.tensor([t for t in range(VOCAB) if t not in (0, 7, 11)]))
     return model
 
 
@@ -81,7 +93,6 @@ def features_of(policy: Transformer, tokens: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def plain_forward(embeddings: Tensor, features: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-    """The trainable drafter without a cache."""
     attend = PackedCausal(MODEL.config.layer, lengths or [len(embeddings)])
     return MODEL(embeddings, features, attend.positions(), attend)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lossless.helpers import CONFIG, VOCAB, Given, to_transformers
+from tests.lossless.helpers import VOCAB, Given
+from tests.refused import refused
 from tests.unit.drafter.block_parts import (
     DEEP,
     FORMS,
     NUM_DRAFTED,
-    POLICY,
     SIZE,
     TARGET,
     captured_of,
@@ -27,12 +27,12 @@ from tests.unit.drafter.block_parts import (
 )
 from tests.unit.drafter.parts import context_of, make_request, randn, random_tokens
 from tlt.base.strategy import Strategy
-from tlt.base.types import SamplingParams, UserError
+from tlt.base.types import SamplingParams
 from tlt.drafter.block import BlockModel, PackedBlock, run_blocks
 from tlt.drafter.drafting.learned import block_cache
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.forms import pack_drafter
-from tlt.drafter.shape import BlockOptions, Method, drafter_shape, spread_layers
+from tlt.drafter.shape import Method, spread_layers
 from tlt.engine.build.cost_prior import cost_prior
 from tlt.models import kv_cache
 
@@ -53,42 +53,10 @@ def test_it_reads_layers_spread_evenly_from_the_second_to_the_last_but_one() -> 
             assert len(set(layers)) == num_read
             assert list(layers) == sorted(layers)
             assert 1 <= layers[0] <= layers[-1] < num_layers
-    with pytest.raises(UserError, match="5 layers reads as many of the model's, which has only 4"):
+    with refused("5 layers reads as many of the model's, which has only 4"):
         spread_layers(4, 5)
-    with pytest.raises(UserError, match="reads layers before the last, and this model has one; use eagle"):
+    with refused("reads layers before the last, and this model has one; use eagle"):
         spread_layers(1, 1)
-
-
-def test_the_tensors_have_the_names_and_sizes_that_others_engines_read() -> None:
-    shapes = {name: list(t.shape) for name, t in make_block("dspark").state_dict().items()}
-    layer = {
-        "self_attn.q_proj.weight": [32, SIZE],
-        "self_attn.k_proj.weight": [16, SIZE],
-        "self_attn.v_proj.weight": [16, SIZE],
-        "self_attn.o_proj.weight": [SIZE, 32],
-        "self_attn.q_norm.weight": [8],
-        "self_attn.k_norm.weight": [8],
-        "mlp.gate_proj.weight": [64, SIZE],
-        "mlp.up_proj.weight": [64, SIZE],
-        "mlp.down_proj.weight": [SIZE, 64],
-        "input_layernorm.weight": [SIZE],
-        "post_attention_layernorm.weight": [SIZE],
-    }
-    own = {"fc.weight": [SIZE, 2 * SIZE], "hidden_norm.weight": [SIZE], "norm.weight": [SIZE]}
-    backbone = own | {f"layers.{i}.{name}": size for i in range(2) for name, size in layer.items()}
-    heads = {
-        "markov_head.markov_w1.weight": [VOCAB, 16],
-        "markov_head.markov_w2.weight": [VOCAB, 16],
-    }
-    assert shapes == backbone | heads
-    assert set(make_block("dflash").state_dict()) == set(backbone)
-
-
-@pytest.mark.parametrize(("method", "block_size"), [("dflash", 8), ("dspark", 7)])
-def test_a_block_drafts_as_many_tokens_as_asked_whatever_its_form(method: Method, block_size: int) -> None:
-    shape = drafter_shape(CONFIG, method)
-    assert (shape.max_depth, shape.block_size) == (7, block_size)
-    assert drafter_shape(CONFIG, method, block=BlockOptions(num_drafted=3)).max_depth == 3
 
 
 def test_its_costs_are_those_of_the_matrices_that_are_read() -> None:
@@ -318,28 +286,3 @@ def test_one_pass_fills_as_many_slots_as_are_drafted_and_the_context_is_made_onc
 
 
 # ── what fails in silence elsewhere ─────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_the_first_draft_follows_the_anchor_by_one(method: Method) -> None:
-    """DFlash's slot of the anchor proposes nothing, DSpark's proposes the next token."""
-    model, row = make_block(method), random_tokens(9, 1)
-    captured = captured_of(model.config, row)
-    slots = plain_slots(model, row, captured, 8, num_drafted=1)
-    first = slots[1 if method == "dflash" else 0]
-    drafter = make_drafter(model)
-    drafter.admit(0, make_request(row[:2]))
-    remember(drafter, 0, captured, 0, 8)
-    noise = torch.zeros(1, 2, VOCAB)
-    tree = drafter.propose(context_of([row]), Strategy("learned", 1, 1, 1), Given(noise)).tree
-    assert tree.tokens_BN[0, 1] == plain_logits(model, first, row[-1]).argmax()
-
-
-def test_it_captures_what_transformers_calls_the_outputs_of_its_layers() -> None:
-    """A layer id one off would still load and draft. hidden_states[i + 1] is the output of layer i."""
-    model, row = make_block("dflash"), random_tokens(11, 4)
-    shown = to_transformers(POLICY)(torch.tensor([row]), output_hidden_states=True).hidden_states
-    ids = [index - 1 for index in model.config.capture]
-    assert ids == [1, 3]
-    expected = torch.cat([shown[i + 1][0] for i in ids], dim=-1)
-    torch.testing.assert_close(captured_of(model.config, row), expected, rtol=0, atol=1e-4)

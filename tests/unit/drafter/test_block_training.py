@@ -26,7 +26,7 @@ from tests.unit.drafter.block_parts import (
     plain_logits,
     plain_slots,
 )
-from tests.unit.drafter.parts import context_of, make_request, make_rollout, random_tokens
+from tests.unit.drafter.parts import context_of, make_request, make_rollout
 from tests.unit.drafter.watched_parts import Parts
 from tlt.base.strategy import Strategy
 from tlt.drafter.block import BlockModel, run_blocks
@@ -53,7 +53,6 @@ LOSSES = [
 
 
 def anchors_of(preset: BlockPreset, trainer: DrafterTrainer, batch: PackedBatch) -> Sequence[Sequence[int]]:
-    """The anchors that the trainer's next loss draws."""
     drawn: list[Sequence[Sequence[int]]] = []
 
     class Watched(BlockPreset):
@@ -164,19 +163,6 @@ def test_a_block_sees_its_own_window_before_its_anchor_and_nothing_else(
             moved_tokens = (blocks(tokens_N, batch.captured_NF) - base).abs().amax((1, 2)) > 1e-9
             assert moved_features.tolist() == [w == window and place < a for w, a in owners]
             assert moved_tokens.tolist() == [(w, a) == (window, place) for w, a in owners]
-
-
-def test_positions_count_from_the_anchor_on_not_from_the_block() -> None:
-    """A window that is shifted as a whole gives the same block, one whose block is shifted alone does not."""
-    model, row = make_block("dflash"), random_tokens(12, 3)
-    captured = captured_of(model.config, row)
-    whole = plain_slots(model, row, captured, 11)
-    batch = PackedBatch(torch.tensor(row), captured, (12,), torch.ones(11))
-    with torch.no_grad():
-        (found,) = run_blocks(model, batch, [[11]], TARGET.embed)
-        (moved,) = run_blocks(model, replace(batch, captured_NF=captured.roll(1, 0)), [[11]], TARGET.embed)
-    torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
-    assert (moved - whole).abs().max() > 1e-3
 
 
 # ── learning ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -72,17 +72,6 @@ def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
     assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
 
 
-def test_a_rest_is_filled_with_a_window_only_where_that_is_a_quarter_of_a_trajectory() -> None:
-    for length, budget, lengths in (
-        (100, 440, (100,) * 4 + (40,)),
-        (200, 440, (200, 200)),
-        (64, 80, (64, 16)),
-    ):
-        batch = coded_buffer([(length + 1, 2)], 0).sample(budget, 0)
-        assert batch is not None
-        assert batch.lengths == lengths
-
-
 def test_of_a_prompt_much_longer_than_its_response_every_window_holds_some_of_the_response() -> None:
     buffer, num_prompt, length = coded_buffer([(505, 500)], 1), 500, 505
     predicted = torch.zeros(length)

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lossless.helpers import make_engine, make_policy, use_references
+from tests.lossless.helpers import make_engine, make_policy
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
-from tlt.drafter.drafting.retrieval.references import References
-from tlt.engine.own.engine import RolloutEngine
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed
 
@@ -137,33 +135,3 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     assert target_rows == [3], "the root and two drafts"
     assert drafter_rows[0] == 3 + 30 - 2, "all pairs but the last"
     assert drafter_rows[1:] == [1, 1], "the last pair, and one drafted pair"
-
-
-@pytest.mark.parametrize("num_right", [32, 33, 34, 70, 100])
-def test_after_a_long_accepted_reference_the_features_are_those_of_a_response_without_it(
-    num_right: int,
-) -> None:
-    """Chains are verified in pieces of 33 nodes; up to `num_right` tokens of the reference are accepted."""
-    request = Request("p", 0, (1, 2, 3), SamplingParams(max_tokens=120))
-    policy = make_policy()
-    (plain,) = make_engine(policy).generate([request])
-    right = plain.token_ids
-    assert len(right) == 120
-
-    @torch.inference_mode()
-    def features(engine: RolloutEngine) -> Tensor:
-        engine.add([request])
-        while len(engine.running[0].tokens if engine.running else ()) < 3 + num_right + 5:
-            engine.step()
-        found: Tensor | None = engine.drafter.recall(0, 3 + num_right)
-        assert found is not None
-        return found
-
-    engine = make_engine(policy, Fixed(Strategy.parse("ahead:120x1x120")))
-    references = References(None)
-    references.keep(request.noise_key, [*right[:num_right], (right[num_right] + 1) % 61, 1, 2])
-    use_references(engine, references)
-    with_reference = features(engine)
-    assert engine.stats.num_steps < 12, "most of it was accepted at once"
-    without = features(make_engine(policy, Fixed(Strategy.OFF)))
-    torch.testing.assert_close(with_reference, without, rtol=0, atol=1e-9)

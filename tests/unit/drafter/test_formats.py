@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
+from tests.refused import refused
 from tests.unit.speculation.tuner.test_tuner import Machine, play
-from tlt.base.types import UserError
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
@@ -47,6 +47,11 @@ ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
 def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
     about = ABOUT if method == "eagle3" else ABOUT | {"preset": method}
     model = new_model(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # no two norms are alike
+                parameter.copy_(1 + torch.rand(parameter.shape, generator=generator))
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
     return StoredDrafter(
@@ -150,13 +155,13 @@ def test_an_export_that_meets_a_full_disk_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tlt.drafter.formats.export._readme", full)  # after the weights have been written
-    with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\)"):
+    with refused(r"out: cannot be written \(No space left on device\)"):
         export(tmp_path / "out", "vllm-eagle")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"give vllm-eagle$"):
+    with refused(r"give vllm-eagle$"):
         export_drafter(
             make_drafter(DEEP, "eagle"),
             "sglang-eagle3",
@@ -194,7 +199,6 @@ Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
 def edited(path: Path, method: Method, edit: Edit) -> Path:
-    """A drafter of ours as it would be with the edit."""
     drafter = make_drafter(DEEP, method)
     model = new_model(drafter.config).bfloat16()
     model.load_state_dict(drafter.tensors)
@@ -291,7 +295,7 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
         without = model.forward(embeddings_ME, model.fuse(features_MF), attend.positions(), attend)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert (a - without).abs().max() > 0.1
-    with pytest.raises(UserError, match="bias"):
+    with refused("bias"):
         export_drafter(
             found,
             "vllm-eagle" if method == "eagle" else "vllm-eagle3",
@@ -333,7 +337,7 @@ def test_the_residual_stream_starts_where_the_folder_says(
     assert json.loads((tmp_path / "again" / "config.json").read_text())["norm_before_residual"] is is_normed
     assert load_drafter(tmp_path / "again", DEEP).config == replace(found.config, owns_head=True)
     if is_normed:
-        with pytest.raises(UserError, match="sglang-eagle3 has no place for the norm before the residual"):
+        with refused("sglang-eagle3 has no place for the norm before the residual"):
             export_drafter(found, "sglang-eagle3", target, tmp_path / "x")
 
 
@@ -415,9 +419,8 @@ def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(
 ) -> None:
     method, edit, message = REFUSED[what]
     path = edited(tmp_path / "foreign", method, edit)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         load_drafter(path, DEEP, target_tensors(DEEP))
-    assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
@@ -467,9 +470,8 @@ def test_a_value_of_a_wrong_kind_is_refused_in_one_line_with_its_key(tmp_path: P
             if kind in KINDS[key]:
                 read(path, DEEP)
                 continue
-            with pytest.raises(UserError, match=re.escape(name)) as caught:
+            with refused(re.escape(name)) as caught:
                 read(path, DEEP)
-            assert "\n" not in str(caught.value)
             assert str(path) in str(caught.value)
 
 
@@ -490,9 +492,8 @@ def test_a_drafter_that_is_not_whole_is_refused_in_one_line(tmp_path: Path, dama
     path = edited(tmp_path / "drafter", "eagle", lambda d, t: None)
     apply, message = DAMAGES[damage]
     apply(path)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         load_drafter(path, DEEP)
-    assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
@@ -505,7 +506,6 @@ T2D = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, IDS, True)
 
 
 def mapped(path: Path, method: Method, **maps: Tensor | None) -> Path:
-    """A drafter with these maps; None: without one."""
     folder = edited(path, method, lambda d, t: None)
     return with_maps(folder, method, {"d2t": D2T, "t2d": T2D, **maps})
 
@@ -552,9 +552,8 @@ WRONG_MAPS: dict[str, tuple[Mapping[str, Tensor | None], str]] = {
 def test_a_vocabulary_map_that_is_not_one_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
     maps, message = WRONG_MAPS[what]
     path = mapped(tmp_path / "foreign", "eagle3", **maps)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message) as caught:
         load_drafter(path, DEEP, target_tensors(DEEP))
-    assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
@@ -590,7 +589,7 @@ def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: P
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     torch.save(tensors, path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"convert pytorch_model\.bin once: python -c") as caught:
+    with refused(r"convert pytorch_model\.bin once: python -c") as caught:
         load_drafter(path, DEEP)
     found = re.search(r'python -c "(.*)"', str(caught.value))
     assert found is not None

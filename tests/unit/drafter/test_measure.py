@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.drafter.watched_parts import POLICY, Parts, make_rollouts
+from tests.unit.drafter.parts import POLICY
+from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.base.types import Rollout
 from tlt.drafter.drafting.retrieval.suffix_index import count_retrieved
 from tlt.drafter.measure import READ_FOR_EACH, distribution, draw_counts, read_sample
@@ -19,7 +20,6 @@ from tlt.models.attention import PackedCausal
 
 
 def test_the_measure_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
-    """Against forwards of the trainable models, one response at a time, and a sum written out."""
     parts, rollouts = Parts(), make_rollouts(3)
     tally = parts.measure(rollouts, 0.7)
     total, count = 0.0, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +25,9 @@ from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.engine.stats import EngineStats
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.tuner.protocol import BatchState, ShadowDraft, StepOutcome
-from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
+from tlt.speculation.tuner.tuner import Fixed, default_arms
 
-SHORT, CPU = ANCHORS[-1], torch.device("cpu")
+CPU = torch.device("cpu")
 CHAIN = Strategy("ngram", 4, 1, 4)
 
 
@@ -65,13 +64,6 @@ def verdict(said: Sequence[int], num_accepted: int | None = None) -> Verdict:
     return Verdict(tuple(said), accepted, tuple(range(accepted + 1)), (0.0,) * len(said))
 
 
-def test_a_sequence_that_repeats_itself_is_continued() -> None:
-    drafter = whole_drafts(1)
-    drafter.admit(0, request("p0"))
-    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
-    assert propose(drafter, [tokens], CHAIN).tokens_BN.tolist() == [[8, 9, 10, 11, 5]]
-
-
 def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
     drafter = whole_drafts(3)
     for slot, name in enumerate(("a", "a", "b")):
@@ -96,24 +88,6 @@ def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full()
         drafter.finish(0, rollout_of(request(name), [1, 2, *range(50, 80)]))
     assert drafter.num_tokens <= 60
     assert list(drafter.problems) == ["y"], "the least recently asked left first"
-
-
-def test_a_response_that_ends_while_there_is_room_looks_at_no_problem_to_forget_one() -> None:
-    class Watched(OrderedDict[str, SuffixIndex]):
-        num_walks = 0
-
-        def items(self) -> Any:
-            self.num_walks += 1
-            return super().items()
-
-    drafter = whole_drafts(1, max_tokens=100)
-    drafter.problems = Watched()
-    for number in range(6):
-        asked = request(f"p{number}")
-        drafter.admit(0, asked)
-        drafter.finish(0, rollout_of(asked, range(18)))
-        assert drafter.problems.num_walks == (number == 5)  # 20 tokens each
-    assert [*drafter.problems] == [f"p{number}" for number in range(1, 6)]
 
 
 def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:
@@ -476,30 +450,6 @@ def test_where_a_step_brings_more_than_is_looked_up_the_rest_is_left_out() -> No
     assert found == (ShadowDraft(0, 0),) * ngram._MAX_LOOKS
     assert drafter.shadow_drafts([[*text, *novel]]) == (), "from its end on"
     assert drafter.shadow_drafts([[*text, *novel, 5]]) == (ShadowDraft(0, 0),)
-
-
-def test_longer_matches_lie_in_later_buckets() -> None:
-    buckets = [continuations.match_bucket(length) for length in range(49)]
-    assert buckets == sorted(buckets)
-    assert buckets[0] == buckets[SHORT - 1] == 0 < buckets[SHORT]
-    assert buckets[-1] < len(NgramDrafter(1).hits)
-
-
-def test_adaptive_without_a_drafter_folder_speculates_by_retrieval() -> None:
-    engine = make_engine(make_policy(std=0.05), make_tuner("adaptive", ("ngram",)), drafter="ngram")
-    params = SamplingParams(temperature=0.0, max_tokens=120)
-    for _ in engine.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
-        pass
-    assert engine.stats.num_verifications > 0
-    assert {name.split(":")[0] for name in engine.stats.by_strategy} <= {"off", "ngram"}
-    fixed = make_engine(make_policy(std=0.05), Fixed(Strategy("ngram", 4, 1, 4)), drafter="ngram")
-    for _ in fixed.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
-        pass
-    accept_length = fixed.stats.accept_length
-    assert accept_length is not None
-    assert accept_length > 1.5, (
-        "greedy decoding of a random model runs in circles, which retrieval must notice"
-    )
 
 
 def longest_matches(texts: dict[int, list[int]], ending: list[int]) -> list[tuple[int, int, int]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
+from tests.lossless.helpers import CONFIG, make_policy, pack
+from tests.unit.drafter.parts import POLICY, TARGET
+from tests.unit.drafter.watched_parts import make_rollouts
 from tlt.base.types import Rollout
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
@@ -24,17 +27,7 @@ from tlt.drafter.training.offline import (
 from tlt.drafter.vocabulary import mask_token
 from tlt.models.packed import PackedTransformer
 
-POLICY = make_policy()
-TARGET = pack(POLICY)
 SETTINGS = OfflineSettings(epochs=0.1, learning_rate=1e-3, tokens_per_step=64, seed=0)
-
-
-def make_rollouts(num: int, length: int, num_prompt: int = 4) -> list[Rollout]:
-    rng = random.Random(7)
-    rows = [tuple(rng.randrange(VOCAB) for _ in range(length)) for _ in range(num)]
-    return [
-        Rollout(f"p{i}", 0, row[:num_prompt], row[num_prompt:], (), "stop", 0) for i, row in enumerate(rows)
-    ]
 
 
 def make_sharp_target() -> PackedTransformer:
@@ -78,7 +71,7 @@ def test_only_a_drafter_that_did_not_learn_its_target_is_called_weak() -> None:
 
 
 def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured() -> None:
-    summary = train(TARGET, make_rollouts(2, 12, num_prompt=1))
+    summary = train(TARGET, [replace(one, prompt_ids=one.prompt_ids[:1]) for one in make_rollouts(2, 12)])
     assert (summary.acceptance, summary.warning) == (None, None)
     assert summary.tokens > 0
 

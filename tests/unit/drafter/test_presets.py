@@ -9,20 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
-from tests.unit.drafter.parts import randn
+from tests.lossless.helpers import VOCAB, to_transformers
+from tests.refused import refused
+from tests.unit.drafter.block_parts import DEEP, POLICY, SIZE, TARGET, make_batch
+from tests.unit.drafter.parts import make_model, randn
 from tlt.apps.run.start import preflight
 from tlt.base.config.schema import Config
 from tlt.base.strategy import Strategy
-from tlt.base.types import Request, SamplingParams, UserError
+from tlt.base.types import Request, SamplingParams
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
-from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.forms import new_model, pack_drafter
-from tlt.drafter.model import DraftModel
+from tlt.drafter.formats.folder import save_drafter
+from tlt.drafter.forms import pack_drafter
 from tlt.drafter.pairs import align
-from tlt.drafter.shape import Method, capture_layers, drafter_shape, training_capture
+from tlt.drafter.shape import Method, capture_layers, training_capture
 from tlt.drafter.training.batch import Preset
-from tlt.drafter.training.buffer import PackedBatch
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.own.engine import RolloutEngine
@@ -31,44 +31,13 @@ from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.tuner import Fixed
 
-DEEP = replace(CONFIG, num_layers=5)
-POLICY = make_policy(config=DEEP)
-TARGET = pack(POLICY)
-SIZE = DEEP.hidden_size
 DRAFT_VOCAB = VOCAB - 3
 METHODS: list[tuple[Method, int | None]] = [("eagle", None), ("eagle3", None), ("eagle3", DRAFT_VOCAB)]
 forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
 
 
-def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
-    """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its
-    own."""
-    model = new_model(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and name != "fc.weight":
-                parameter.mul_(8.0)
-            elif parameter.dim() == 1:
-                parameter.copy_(1 + torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
-    if draft_vocab is not None:
-        model.set_vocabulary(torch.tensor([t for t in range(VOCAB) if t not in (0, 7, 11)]))
-    return model
-
-
 def preset_of(method: Method) -> Preset:
     return PRESETS["hass" if method == "eagle" else "eagle3"]
-
-
-def make_batch(model: DraftModel, lengths: tuple[int, ...] = (9, 4, 7), seed: int = 0) -> PackedBatch:
-    """Tokens with what the target makes of them."""
-    tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    capture = training_capture(model.config, DEEP.num_layers)
-    attend = PackedCausal(DEEP, lengths)
-    with torch.no_grad():
-        _, features = TARGET.forward_capturing(tokens, attend.positions(), attend, capture)
-    weight = torch.tensor([float(t >= 2) for n in lengths for t in range(1, n)])
-    return PackedBatch(tokens, features, lengths, weight)
 
 
 # ── what the target hands over ──────────────────────────────────────────────────────────────────────────────
@@ -77,9 +46,9 @@ def make_batch(model: DraftModel, lengths: tuple[int, ...] = (9, 4, 7), seed: in
 def test_captured_are_the_residual_sums_that_transformers_shows_and_the_features() -> None:
     tokens = torch.randint(0, VOCAB, (11,), generator=torch.Generator().manual_seed(4))
     attend = PackedCausal(DEEP, [11])
-    features, captured = TARGET.forward_capturing(tokens, attend.positions(), attend, (1, 2, 4, 5))
+    features, captured = TARGET.forward_capturing(tokens, attend.positions(), attend, (1, 2, 4, 6))
     shown = to_transformers(POLICY)(tokens[None], output_hidden_states=True).hidden_states
-    for index, part in zip((1, 2, 4, 5), captured.split(SIZE, dim=-1), strict=True):
+    for index, part in zip((1, 2, 4, 6), captured.split(SIZE, dim=-1), strict=True):
         torch.testing.assert_close(part, shown[index][0], rtol=0, atol=1e-4)
     torch.testing.assert_close(captured[:, -SIZE:], features, rtol=0, atol=0)
 
@@ -90,7 +59,7 @@ def test_three_layers_are_captured_where_engines_expect_them() -> None:
     for num_layers in range(4, 8):
         assert len(set(capture_layers(num_layers))) == 3
         assert max(capture_layers(num_layers)) < num_layers
-    with pytest.raises(UserError, match="only 3"):
+    with refused("only 3"):
         capture_layers(3)
 
 
@@ -101,8 +70,8 @@ def test_three_layers_are_captured_where_engines_expect_them() -> None:
 def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vocab: int | None) -> None:
     """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its
     own states since."""
-    model, steps = make_model(method, draft_vocab), 4
-    batch = make_batch(model, (9, 6, 4))
+    model, steps = make_model(2, method, draft_vocab, DEEP), 4
+    batch = make_batch(model.config, (9, 6, 4))
     pairs = align(batch.lengths)
     attend = Unrolled(model.config.layer, pairs.lengths)
     true_hidden = model.fuse(batch.captured_NF[pairs.feature_index_M])
@@ -139,11 +108,11 @@ def test_the_fused_attention_and_its_gradients_are_those_of_the_plain_one(num_ow
 @forms
 def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: int | None) -> None:
     """Written out with loops, for the preset with most steps of each form, its weights made uneven."""
-    model = make_model(method, draft_vocab)
+    model = make_model(2, method, draft_vocab, DEEP)
     preset = replace(preset_of(method), distribution_weight=1.3, step_decay=0.9)
     if method == "eagle":
         preset = replace(preset, feature_weight=0.7)
-    batch = make_batch(model)
+    batch = make_batch(model.config)
     pairs, attend = align(batch.lengths), Unrolled(model.config.layer, [n - 1 for n in batch.lengths])
     features = batch.captured_NF[:, -SIZE:]
     kept = list(range(VOCAB)) if draft_vocab is None else (model.t2d.nonzero()[:, 0]).tolist()
@@ -177,9 +146,9 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
 def test_the_packed_drafter_computes_what_the_trainable_one_does(
     method: Method, draft_vocab: int | None
 ) -> None:
-    model = make_model(method, draft_vocab)
+    model = make_model(2, method, draft_vocab, DEEP)
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    batch = make_batch(model, (8,))
+    batch = make_batch(model.config, (8,))
     embeddings, attend = randn(8, SIZE, seed=1), PackedCausal(model.config.layer, [8])
     with torch.no_grad():
         hidden = packed.fuse(batch.captured_NF)
@@ -209,7 +178,7 @@ def test_tokens_are_those_of_off(
     expected = {r.problem_id: r.token_ids for r in plain.generate(requests)}
     engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=Fixed(strategy))
     engine.load_policy(POLICY.state_dict())
-    model = make_model(method, draft_vocab)
+    model = make_model(2, method, draft_vocab, DEEP)
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
     drafter = LearnedDrafter(packed, engine.model, 3, LearnedSettings(keep_targets=True))
     engine.load_drafter(drafter)
@@ -231,27 +200,10 @@ def test_tokens_are_those_of_off(
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@forms
-def test_a_directory_gives_back_the_form_and_every_tensor(
-    method: Method, draft_vocab: int | None, tmp_path: Path
-) -> None:
-    model = make_model(method, draft_vocab)
-    about = {"preset": preset_of(method).name, "policy_hash": "abc"}
-    save_drafter(tmp_path, model, torch.float64, about)
-    stored = load_drafter(tmp_path, DEEP)
-    assert (stored.config, stored.about, stored.policy_hash) == (model.config, about, "abc")
-    assert stored.tensors.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.tensors.items())
-    assert choose_preset(None, stored).method == method
-    other = "eagle3" if method == "eagle" else "hass"
-    with pytest.raises(UserError, match=f"drafter.preset: {other} does not train a drafter of form {method}"):
-        choose_preset(other, stored)
-
-
 def test_a_preset_of_another_form_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    save_drafter(tmp_path, make_model(2, "eagle3", None, DEEP), torch.float64)
     config = Config.model_validate(
         {
             "model": {"path": tmp_path},
@@ -261,5 +213,5 @@ def test_a_preset_of_another_form_is_refused_before_anything_starts(
         }
     )
     monkeypatch.setattr("tlt.apps.run.start.load_model_config", lambda path: DEEP)
-    with pytest.raises(UserError, match=r"drafter.preset: hass does not train a drafter of form eagle3"):
+    with refused(r"drafter.preset: hass does not train a drafter of form eagle3"):
         preflight(config)

@@ -110,8 +110,6 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(
 
 
 def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
-    """Many sessions of one micro-step train as one long session does."""
-
     def train(sessions: Iterable[int]) -> list[Tensor]:
         spot = make_spot(ready_buffer(3, 150, with_features=False))
         for num_steps in sessions:
@@ -220,7 +218,6 @@ def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_aga
 def test_responses_are_gone_through_as_often_as_allowed_and_no_more(
     max_passes: float, num: int, length: int, num_prompt: int
 ) -> None:
-    """However long the prompts are: those are read, and not learned."""
     spot = make_spot(filled_buffer(num, length, num_prompt), max_passes=max_passes)
     batches, allowed = batches_of(spot), max_passes * num * (length - num_prompt)
     report = run_idle(spot)

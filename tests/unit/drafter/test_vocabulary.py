@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, tokens_of
+from tests.refused import refused
 from tests.unit.drafter.parts import (
     MODEL,
     POLICY,
@@ -31,7 +32,7 @@ from tests.unit.drafter.parts import (
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.base.kinds import DraftVocab
 from tlt.base.strategy import Strategy
-from tlt.base.types import Rollout, SamplingParams, UserError
+from tlt.base.types import Rollout, SamplingParams
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
@@ -202,21 +203,12 @@ def test_another_size_must_be_worth_new_kernels() -> None:
     (9, replace(MODEL.config, owns_head=True), "the drafter has a head of its own"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_had_is_refused_in_one_line(wanted: int, shape: Any, told: str) -> None:
-    with pytest.raises(UserError, match=told) as caught:
+    with refused(told):
         check_wanted(wanted, shape)
-    assert "\n" not in str(caught.value)
     check_wanted("auto", shape)
 
 
 # ── when it is renewed ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_coverage_is_the_share_of_the_tokens_that_can_be_drafted() -> None:
-    vocabulary = DraftVocabulary(costs_of(CONFIG), 3)
-    counted(vocabulary, [5] * 4 + [7] * 3 + [9] * 2 + [2])
-    assert chosen_by(vocabulary) == [5, 7, 9]
-    later = [response([5, 5, 8, 9]), response([1, 7])]
-    assert vocabulary.coverage(later) == pytest.approx(4 / 6)
 
 
 def test_it_stays_while_the_same_is_sampled_and_follows_a_policy_that_moves() -> None:
@@ -474,9 +466,8 @@ COUNTS_OF = '{"token_ids": %s, "counts": %s}'
 def test_damaged_counts_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     save_drafter(tmp_path / "a", MODEL, torch.float32)
     (tmp_path / "a" / COUNTS).write_text(text)
-    with pytest.raises(UserError, match=COUNTS) as caught:
+    with refused(COUNTS):
         load_drafter(tmp_path / "a", CONFIG)
-    assert "\n" not in str(caught.value)
 
 
 def stored(method: Method, counts_V: Tensor | None) -> StoredDrafter:
@@ -523,7 +514,7 @@ def test_an_export_without_counts_stays_whole_and_a_size_it_cannot_have_is_refus
     ):
         assert lacks_counts(drafter, name, wanted, LARGE) is None
     assert not with_vocabulary(stored("eagle", frequent()), "vllm-eagle", "auto", LARGE).config.is_reduced
-    with pytest.raises(UserError, match=r"--draft-vocab: 300 needs counts of tokens.*give --responses"):
+    with refused(r"--draft-vocab: 300 needs counts of tokens.*give --responses"):
         with_vocabulary(stored("eagle3", None), "vllm-eagle3", 300, LARGE)
-    with pytest.raises(UserError, match=r"--draft-vocab: 300 has no place in vllm-eagle"):
+    with refused(r"--draft-vocab: 300 has no place in vllm-eagle"):
         with_vocabulary(stored("eagle", frequent()), "vllm-eagle", 300, LARGE)

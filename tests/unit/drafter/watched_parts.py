@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
+from tests.lossless.helpers import CONFIG, VOCAB
+from tests.unit.drafter.parts import TARGET
 from tlt.base.records import DrafterCheck, DrafterReport
 from tlt.base.types import Rollout
 from tlt.drafter.drafting.hybrid import HybridDrafter
@@ -26,9 +27,6 @@ from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 
-POLICY = make_policy()
-TARGET = pack(POLICY)
-
 
 def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:
     rng = random.Random(seed)
@@ -40,8 +38,6 @@ def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout
 
 
 class Parts:
-    """A watched drafter of a run of one rank."""
-
     def __init__(
         self,
         check_every: int = 1,

@@ -65,7 +65,6 @@ def make_config(folder: Path, dtype: str = "float64", **case: Any) -> Config:
 
 
 def make_trainer(world: World, config: Config, is_sharded: bool) -> PolicyTrainer:
-    """As a run makes it, from the files. B would begin with zeros, and so would the gradients of A."""
     model = open_model(Path(config.model.path), resolve_dtype(config.run.dtype))
     trainer = build_policy_trainer(config, model, world, is_sharded)
     for layer in adapted(trainer.model).values():
@@ -102,7 +101,6 @@ def frozen(model: Transformer) -> dict[str, Tensor]:
 
 
 def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
-    """Two updates, replicated and sharded."""
     made = [make_trainer(world, config, is_sharded) for is_sharded in (False, True)]
     start = trained(made[0].model)
     began = apart(trained(made[1].model), start)

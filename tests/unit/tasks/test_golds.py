@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.golds import SUMS
+from tests.refused import refused
 from tlt.apps.cli.main import main
-from tlt.base.types import UserError
 from tlt.tasks.base import get_task, prepare_records
 
 UNREADABLE: tuple[Any, ...] = (
@@ -40,7 +40,7 @@ NUMBERS = {
 @pytest.mark.parametrize("gold", UNREADABLE, ids=repr)
 def test_a_gold_that_is_no_number_is_refused_with_its_row(gold: Any) -> None:
     rows = [("f:1", {"prompt": "?", "answer": "12"}), ("f:2", {"prompt": "?", "answer": gold})]
-    with pytest.raises(UserError, match=r"^f:2: task arithmetic: answer is .*give a number such as 12"):
+    with refused(r"^f:2: task arithmetic: answer is .*give a number such as 12"):
         prepare_records(SUMS, rows, {})
 
 
@@ -57,7 +57,7 @@ def test_a_gold_that_is_no_number_is_refused_with_its_row(gold: Any) -> None:
     ],
 )
 def test_a_row_that_its_task_cannot_score_is_refused(task: str, row: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=f"^f:1: task .*{told}"):
+    with refused(f"^f:1: task .*{told}"):
         prepare_records(task, [("f:1", row)], {})
 
 
@@ -74,7 +74,7 @@ def test_a_gold_that_is_a_number_of_json_is_met_by_that_number_alone(task: str, 
 
 
 def test_an_unreadable_gold_that_is_scored_all_the_same_is_an_error_and_no_reward() -> None:
-    with pytest.raises(UserError, match="answer is '12 apples', which is no plain number"):
+    with refused("answer is '12 apples', which is no plain number"):
         get_task(SUMS).score({"answer": "12 apples"}, r"\boxed{no idea}")
 
 

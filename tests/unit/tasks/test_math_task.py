@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.refused import refused
 from tlt.base.thoughts import after_thinking
-from tlt.base.types import UserError
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.base import make_problems, prepare_records
@@ -122,7 +122,7 @@ def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_pr
     ],
 )
 def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(UserError, match=remedy):
+    with refused(remedy):
         TASK.prepare(record, {})
 
 
@@ -240,7 +240,7 @@ def test_a_seed_draws_which_problems_and_repeated_records_count_once(tmp_path: P
 def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> None:
     file = write(tmp_path / "eurus.jsonl", EURUS, EURUS_CODE, DAPO)
     options = {"split": "train", "train": file, "test": file}
-    with pytest.raises(UserError, match=r"eurus.jsonl:2: task math: ability is 'code', not math"):
+    with refused(r"eurus.jsonl:2: task math: ability is 'code', not math"):
         make_problems("math", 10, 0, options)
     kept = make_problems("math", 10, 0, {**options, "other": "skip"})
     assert {problem["answer"] for problem in kept} == {"4", r"\frac{1}{2}"}
@@ -260,7 +260,7 @@ def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> N
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], remedy: str, tmp_path: Path) -> None:
     file = write(tmp_path / "all.jsonl", *questions(10))
-    with pytest.raises(UserError, match=remedy):
+    with refused(remedy):
         make_problems("math", 10, 0, {"split": "train", "train": file, **options})
 
 
@@ -268,7 +268,7 @@ def test_without_math_verify_the_task_says_what_to_install_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'math-verify"):
+    with refused(r"pip install 'math-verify"):
         make_problems("math", 1, 0, {"split": "train", "train": write(tmp_path / "all.jsonl", GSM8K)})
 
 
@@ -362,9 +362,9 @@ def test_the_tasks_options_hold_for_rows_of_data_too() -> None:
     problem = TASK.prepare(GSM8K, {"template": "Q: {question}\nA:", "search": "any"})
     assert problem == to_problem(GSM8K, "Q: {question}\nA:", "any")
     assert TASK.prepare(EURUS_CODE, {"other": "skip"}) is None
-    with pytest.raises(UserError, match="search is 'nowhere'; use one of"):
+    with refused("search is 'nowhere'; use one of"):
         TASK.prepare(GSM8K, {"search": "nowhere"})
-    with pytest.raises(UserError, match="takes no option 'tempalte' with data; known ones are template"):
+    with refused("takes no option 'tempalte' with data; known ones are template"):
         TASK.prepare(GSM8K, {"tempalte": "{question}"})
 
 

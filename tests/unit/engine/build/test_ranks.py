@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.refused import refused
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
-from tlt.base.types import UserError, resolve_dtype
+from tlt.base.types import resolve_dtype
 from tlt.engine.memory import machine_bytes
 from tlt.models.hf.config import load_model_config
 from tlt.training.build import ranks
@@ -88,5 +89,5 @@ def test_the_dtype_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu(monkeypatch: p
 
 def test_a_number_of_ranks_is_auto_or_a_number() -> None:
     for wrong in ("two", 0, None, 2.0):
-        with pytest.raises(UserError, match=r"run\.num_ranks is .*(auto, or a number|greater than or equal)"):
+        with refused(r"run\.num_ranks is .*(auto, or a number|greater than or equal)"):
             config_of(run__num_ranks=wrong)

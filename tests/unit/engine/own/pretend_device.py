@@ -50,7 +50,6 @@ class Crossings:
         self.stalls.clear()
 
     def send(self, waits: bool) -> None:
-        """Counts an upload."""
         self.up[_place()] += 1
         if waits:
             self.stalls[_place()] += 1
@@ -100,8 +99,6 @@ class PretendTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sends to the pretended device what is made there out of nothing."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
@@ -151,7 +148,6 @@ def _values(value: Any) -> Any:
 
 
 def _place() -> str:
-    """Returns the innermost line of this project that is running."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and (
         not frame.f_code.co_filename.startswith(_ROOT) or frame.f_code.co_filename == f"{_ROOT}uploads.py"

@@ -71,8 +71,6 @@ def test_a_response_is_expected_to_be_as_long_as_the_latest_and_a_longer_one_to_
 
 @pytest.mark.parametrize("arm", ["off", "learned:2x1x2", "ngram:2x1x2"])
 def test_a_step_costs_the_host_the_same_however_many_requests_wait(arm: str) -> None:
-    """Counted in calls of Python: nothing may look at every waiting request."""
-
     def calls_of_a_step(num_waiting: int, num_limits: int) -> int:
         engine = make_engine(POLICY, Fixed(Strategy.parse(arm)), max_batch_size=2)
         engine.add(asked(index, 50 + index % num_limits) for index in range(2 + num_waiting))

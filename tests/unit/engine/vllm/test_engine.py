@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lossless.helpers import STOP, VOCAB, Switching, make_requests
+from tests.lossless.helpers import VOCAB, Switching, make_requests
+from tests.refused import refused
 from tests.unit.engine.own.test_sequence import assert_account_for_all
 from tlt.base.strategy import Strategy
-from tlt.base.types import Request, Rollout, SamplingParams, UserError
+from tlt.base.types import Request, Rollout, SamplingParams
 from tlt.engine.vllm.check import check_law, probes
 from tlt.engine.vllm.engine import Speculation, VllmEngine
 from tlt.engine.vllm.inside.law import LawTable, RowLaw
@@ -187,7 +188,6 @@ def engine_over(link: Any, tuner: Any = None, **options: Any) -> VllmEngine:
 
 
 def by_the_law(request: Request, logits_VV: Tensor = LOGITS_VV) -> tuple[int, ...]:
-    """The response, token by token."""
     tokens, params = list(request.prompt_ids), BatchParams([request.params])
     for _ in range(min(request.params.max_tokens, WINDOW - len(request.prompt_ids))):
         noise_11V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), VOCAB)
@@ -353,9 +353,7 @@ def test_logits_that_are_not_finite_are_refused_in_one_line() -> None:
     link.logits_VV = torch.full((VOCAB, VOCAB), math.nan)
     engine = engine_over(link)
     engine.load_policy({"logits": link.logits_VV}, 3)
-    with pytest.raises(
-        UserError, match=r"^policy 3 gives logits that are not finite \(problem 'p0', sample 0, position"
-    ):
+    with refused(r"^policy 3 gives logits that are not finite \(problem 'p0', sample 0, position"):
         list(engine.generate(REQUESTS))
 
 
@@ -364,7 +362,7 @@ def test_logits_that_are_not_finite_are_refused_in_one_line() -> None:
     [((), "is empty"), (tuple(range(50)) * 2, "has 100 tokens; the model's window is 80")],
 )
 def test_a_prompt_that_no_response_can_be_made_to_is_refused(prompt: tuple[int, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         engine_over(PretendLink()).add([dataclasses.replace(REQUESTS[0], prompt_ids=prompt)])
 
 
@@ -452,18 +450,8 @@ FAULTS = [another_position, another_token, another_temperature, another_score, d
 def test_the_self_check_refuses_an_engine_that_drifted(fault: Callable[[PretendLink], None]) -> None:
     link = PretendLink()
     fault(link)
-    with pytest.raises(UserError, match="engine: vllm does not sample by the law here") as refusal:
+    with refused("engine: vllm does not sample by the law here"):
         check_law(engine_over(link, Fixed(CHAINS[3])), VOCAB)
-    assert "\n" not in str(refusal.value)
-
-
-def test_requests_stop_where_they_are_told() -> None:
-    """Otherwise the tests above would not see an engine that goes on."""
-    assert {tokens[-1] for tokens in EXPECTED.values()} & {STOP}
-    assert any(
-        len(tokens) == request.params.max_tokens
-        for tokens, request in zip(EXPECTED.values(), REQUESTS, strict=True)
-    )
 
 
 @pytest.mark.parametrize("window", [2, 3, 5, 17])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.refused import refused
 from tlt import __version__
 from tlt.apps.cli import main as cli
-from tlt.base.types import UserError
 from tlt.engine.vllm import environment, server
 from tlt.engine.vllm.inside.release import is_supported, supported
 from tlt.engine.vllm.inside.served import TUNED, prior_of
@@ -143,7 +143,7 @@ def test_the_vllm_of_another_environment_without_this_tlt_is_refused(
     facts: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = elsewhere(tmp_path, monkeypatch, "{python}", **facts)
-    with pytest.raises(UserError, match=sentence) as raised:
+    with refused(sentence) as raised:
         find_vllm()
     assert f"{python} -m pip install" in str(raised.value)
 
@@ -152,7 +152,7 @@ def test_a_command_of_another_kind_is_run_by_the_python_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = elsewhere(tmp_path, monkeypatch, "/bin/sh")
-    with pytest.raises(UserError, match="names no Python"):
+    with refused("names no Python"):
         find_vllm()
     python.rename(tmp_path / "python")
     assert find_vllm().start == (str(tmp_path / "vllm"), "serve")
@@ -172,7 +172,7 @@ def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:
         served = Served(Path("m"), "n", "auto", speculation, ("learned",), dflash, most)
         return json.loads(value(command(GPU, served), "--speculative-config"))
 
-    with pytest.raises(UserError, match="drafts 9 tokens, and the drafter's block has 7"):
+    with refused("drafts 9 tokens, and the drafter's block has 7"):
         drafting("9x1x9")
     assert drafting("7x1x7") == dflash
     short = drafting("3x1x3")

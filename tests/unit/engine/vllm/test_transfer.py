@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.refused import refused
 from tests.vllm import pretend_gpu
 from tlt.base.config.vllm import VllmSection
-from tlt.base.types import UserError
 from tlt.engine.vllm import transfer
 from tlt.engine.vllm.inside.digest import digest_tensors
 
@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused_and_never_replaced() -> None:
         if (is_cuda, size, has_own_worker) == (True, 1, True):
             continue
         section = VllmSection(transfer="ipc", tensor_parallel=size)
-        with pytest.raises(UserError, match=r"^vllm.transfer: ipc: [^\n]*; give auto[^\n]*$"):
+        with refused(r"^vllm.transfer: ipc: [^\n]*; give auto[^\n]*$"):
             transfer.choose_way(section, is_cuda=is_cuda, has_own_worker=has_own_worker)
 
 
@@ -112,7 +112,5 @@ def test_what_is_shared_is_a_copy_in_one_piece(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_reads_something_else_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = PretendWorker(monkeypatch)
     monkeypatch.setattr(transfer, "reduce_tensor", lambda tensor: (None, ()))
-    with pytest.raises(
-        UserError, match=r"^vllm.transfer: ipc does not work here .other values arrive.*; give host$"
-    ):
+    with refused(r"^vllm.transfer: ipc does not work here .other values arrive.*; give host$"):
         transfer.SharedGpu(worker, torch.device("cpu"))

@@ -62,7 +62,6 @@ def edit_tensors(directory: Path, changes: Mapping[str, Tensor | None]) -> None:
 
 
 def refusal(action: Any, *arguments: Any, **named: Any) -> str:
-    """The message, which must be one line."""
     with pytest.raises(UserError) as caught:
         action(*arguments, **named)
     message = str(caught.value)

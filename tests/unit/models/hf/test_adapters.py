@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.refused import refused
 from tests.unit.models.test_lora import ALONE, LLAMA, are_equal, base_of, make_config, make_policy, trained
 from tests.unit.models.test_lora import logits_of as logits_of_policy
 from tlt.base.config.load import load_config
@@ -33,7 +34,6 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with a model and an adapter of it: base/ and adapter/."""
     tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
     save_model(tmp_path / "base", LLAMA, tensors, dtype=torch.float64, source=None, extra=IDS)
     save_adapter(tmp_path / "adapter", make_config().lora, trained(make_policy()), "base", None)
@@ -50,7 +50,6 @@ def start_from(saved: Path, **changes: Any) -> Config:
 
 
 def published(config: Config, saved: Path) -> dict[str, Tensor]:
-    """The matrices that a run begins with."""
     model = open_start(config, torch.float64)
     policy = build_policy(plan_policy(config, model.config), model, torch.device("cpu"))
     return {name: tensor.detach() for name, tensor in FullTensors(policy, torch.float64).items()}
@@ -102,7 +101,7 @@ def test_the_kl_is_to_where_the_run_starts_and_not_to_the_base(saved: Path) -> N
     ],
 )
 def test_a_run_that_trains_other_adapters_is_refused(saved: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+    with refused(said) as caught:
         open_start(start_from(saved, lora=make_config(**changes).lora), torch.float64)
     assert "train the whole policy with lora.rank 0" in str(caught.value)
 
@@ -135,7 +134,6 @@ PATHS = [f"model.layers.{layer}.{name}" for layer in range(LLAMA.num_layers) for
 
 
 def edit_adapter(saved: Path, keep: Callable[[str], bool] = lambda name: True, **said: Any) -> Path:
-    """Changes an adapter's configuration, and drops tensors whose names are not kept."""
     folder = saved / "adapter"
     file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     file.write_text(json.dumps(json.loads(file.read_text()) | said))
@@ -181,17 +179,17 @@ def test_matrices_that_an_adapter_leaves_out_are_the_bases(saved: Path, said: di
     found, base = load_model(saved / "base", adapter=folder).tensors, load_model(saved / "base").tensors
     for name, tensor in found.items():
         assert torch.equal(tensor, (whole if "layers.1." in name else base)[name])
-    with pytest.raises(UserError, match=r"does not adapt model\.layers\.0\..*lora\.rank 0"):
+    with refused(r"does not adapt model\.layers\.0\..*lora\.rank 0"):
         open_start(start_from(saved), torch.float64)
     assert open_start(start_from(saved, lora=LoraSection()), torch.float64)
 
 
 def test_a_matrix_that_is_missing_without_a_pattern_is_refused(saved: Path) -> None:
     folder = edit_adapter(saved, lambda name: "layers.1." in name)
-    with pytest.raises(UserError, match=r"layers\.0\..* is missing; give an adapter of this model"):
+    with refused(r"layers\.0\..* is missing; give an adapter of this model"):
         read_adapter(folder, LLAMA)
     folder = edit_adapter(saved, lambda name: False)
-    with pytest.raises(UserError, match="holds no matrix of LoRA"):
+    with refused("holds no matrix of LoRA"):
         read_adapter(folder, LLAMA)
 
 
@@ -201,16 +199,16 @@ def test_an_adapter_of_another_model_is_refused_by_its_tensor(saved: Path) -> No
         (replace(LLAMA, num_layers=1), r"model.layers.1.*is none of an adapter of the model"),
         (replace(LLAMA, intermediate_size=40), r"has shape .* where the model needs"),
     ):
-        with pytest.raises(UserError, match=said):
+        with refused(said):
             read_adapter(saved / "adapter", shape)
     file = saved / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors[min(tensors)][0, 0] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(UserError, match="holds NaN or infinite values"):
+    with refused("holds NaN or infinite values"):
         read_adapter(saved / "adapter", LLAMA)
     file.write_bytes(b"?")
-    with pytest.raises(UserError, match="is no readable safetensors file"):
+    with refused("is no readable safetensors file"):
         read_adapter(saved / "adapter", LLAMA)
 
 
@@ -219,5 +217,5 @@ def test_the_path_is_taken_from_the_configurations_folder_and_a_missing_one_refu
     (saved / "run.toml").write_text(config.format("adapter"))
     assert load_config(saved / "run.toml").model.adapter == saved / "adapter"
     (saved / "run.toml").write_text(config.format("./no/such/adapter"))
-    with pytest.raises(UserError, match=r"model.adapter is .*no/such/adapter; there is no such folder"):
+    with refused(r"model.adapter is .*no/such/adapter; there is no such folder"):
         load_config(saved / "run.toml")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.refused import refused
 from tests.unit.models.hf.chat_parts import (
     NAMES,
     OPENINGS,
@@ -42,8 +43,8 @@ def encode_or_refuse(tokenizer: Tokenizer, record: list[Any], name: str) -> str 
     """The text of the prompt; None: it is refused in one line. Judged here without the code that is tried."""
     try:
         ids = tokenizer.encode_chat(record, "chats.jsonl:1")
-    except UserError as refused:
-        line = str(refused)
+    except UserError as caught:
+        line = str(caught)
         assert line.startswith("chats.jsonl:1")
         assert "\n" not in line
         assert len(line) < 500
@@ -129,9 +130,9 @@ CALL = {
 def test_messages_that_no_prompt_can_hold_are_refused_in_one_line(
     messages: list[Any], told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told) as refused:
+    with refused(told) as caught:
         load(tmp_path, "phi3").encode_chat(messages, "chats.jsonl:3")
-    assert str(refused.value).startswith("chats.jsonl:3: ")
+    assert str(caught.value).startswith("chats.jsonl:3: ")
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_2", "phi3", "gemma", "olmo2", "smollm2"])
@@ -150,7 +151,7 @@ def test_a_template_that_opens_no_turn_is_refused_and_one_that_opens_it_by_itsel
     closed = template_of("chatml").partition("{% if add_generation_prompt")[0]
     for name, template in (("silent", closed), ("header", closed + "{% if false %}x{% endif %}")):
         tokenizer = load_tokenizer(write_tokenizer(tmp_path / name, template))
-        with pytest.raises(UserError, match=r"does not open the assistant's turn; have it write"):
+        with refused(r"does not open the assistant's turn; have it write"):
             tokenizer.encode_chat([QUESTION])
     for name in ("llama2", "mistral"):
         assert load(tmp_path, name).encode_chat([QUESTION])
@@ -166,9 +167,9 @@ def test_a_rows_tools_reach_the_template_and_one_that_does_not_write_them_refuse
     record = {"messages": [QUESTION], "tools": tools}
     tokenizer = load(tmp_path, "qwen2_5")
     assert "look_up" in tokenizer.decode_all(encode_prompt(record, tokenizer, "here"))
-    with pytest.raises(UserError, match=r"here: the chat template does not read tools"):
+    with refused(r"here: the chat template does not read tools"):
         encode_prompt(record, load(tmp_path, "phi3"), "here")
-    with pytest.raises(UserError, match=r"here: tools is 'hammer', beside messages; give a list of tools"):
+    with refused(r"here: tools is 'hammer', beside messages; give a list of tools"):
         encode_prompt({**record, "tools": "hammer"}, tokenizer, "here")
 
 
@@ -178,7 +179,7 @@ def test_a_row_with_images_is_refused_since_a_text_model_would_not_see_them(
 ) -> None:
     tokenizer = load(tmp_path, "qwen2_5")
     assert encode_prompt({**row, "images": []}, tokenizer, "here")
-    with pytest.raises(UserError, match=r"^here: has images, which a text model does not read; leave"):
+    with refused(r"^here: has images, which a text model does not read; leave"):
         encode_prompt({**row, "images": ["a.png"]}, tokenizer, "here")
 
 
@@ -198,7 +199,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(
 ) -> None:
     tokenizer = load(tmp_path, "qwen3")
     assert tokenizer.encode_chat([QUESTION], variables={"enable_thinking": False})
-    with pytest.raises(UserError, match=told):
+    with refused(told):
         tokenizer.encode_chat([QUESTION], "here", variables)
 
 
@@ -216,7 +217,7 @@ def test_a_text_begins_once_and_is_not_ended(way: str, text: str, tmp_path: Path
     assert ids.count(begin) == 1
     assert ids[0] == begin
     assert end not in ids
-    with pytest.raises(UserError, match="here: the prompt begins twice with <s>; remove one"):
+    with refused("here: the prompt begins twice with <s>; remove one"):
         load_tokenizer(folder).encode_text("<s><s>" + text, "here")
 
 
@@ -317,9 +318,8 @@ def test_a_template_without_end_is_one_line_within_seconds(
     monkeypatch.setattr("tlt.models.hf.limited.SECONDS", 1)
     template = "{% if messages[0].content == 'explode' %}" + bomb + "{% endif %}" + TURN
     told = r"(takes more than 1 s of processor time|needs more than 1 GiB of memory|writes [\d,]+ characters)"
-    with pytest.raises(UserError, match=rf"the chat template of .* {told}; put another") as refused:
+    with refused(rf"the chat template of .* {told}; put another"):
         load_tokenizer(write_tokenizer(tmp_path, template)).encode_chat([say("user", "explode")], "rows:2")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_call_that_was_interrupted_leaves_its_answer_to_no_other() -> None:
@@ -355,12 +355,12 @@ def test_a_stop_text_that_is_a_special_token_is_its_id_and_one_that_holds_one_is
     params = SamplingParams(stop=("</answer>", "done", "<sep>"), stop_ids=(3,))
     ends = tokenizer.with_ends(params)
     assert (ends.stop, ends.stop_ids) == (("done",), tuple(sorted((3, sep, answer))))
-    with pytest.raises(UserError, match=r"here: 'a<sep>b' holds the special token <sep>.*; give <sep> alone"):
+    with refused(r"here: 'a<sep>b' holds the special token <sep>.*; give <sep> alone"):
         tokenizer.with_ends(SamplingParams(stop=("a<sep>b",)), "here")
-    with pytest.raises(UserError, match=r"stop_ids: 400 is outside the vocabulary of 400"):
+    with refused(r"stop_ids: 400 is outside the vocabulary of 400"):
         tokenizer.with_ends(SamplingParams(stop_ids=(400,)))
     tokenizer.backend.decoder = decoders.WordPiece()
-    with pytest.raises(UserError, match=r"stop: 'done' cannot be sought.*; give ids of tokens, as stop_ids"):
+    with refused(r"stop: 'done' cannot be sought.*; give ids of tokens, as stop_ids"):
         tokenizer.with_ends(params)
 
 
@@ -378,14 +378,10 @@ def test_the_date_of_a_prompt_is_the_one_that_is_given(name: str, tmp_path: Path
 
 def test_variables_are_checked_once_before_any_row_and_need_a_template(tmp_path: Path) -> None:
     chat, sizes = ChatFormat(variables={"enable_thinkin": True}), {"vocab_size": 400, "window": 64}
-    with pytest.raises(
-        UserError, match=r"^chat_template_kwargs: the chat template does not read enable_thinkin"
-    ):
+    with refused(r"^chat_template_kwargs: the chat template does not read enable_thinkin"):
         encode_prompts([("rows:1", {"prompt": "text"})], load(tmp_path, "qwen3"), chat, **sizes)
     plain = load_tokenizer(write_tokenizer(tmp_path / "plain", None))
-    with pytest.raises(
-        UserError, match=r"^chat_template_kwargs: .* has no chat template; remove enable_thinkin"
-    ):
+    with refused(r"^chat_template_kwargs: .* has no chat template; remove enable_thinkin"):
         encode_prompts([("rows:1", {"prompt": "text"})], plain, chat, **sizes)
 
 
@@ -396,7 +392,7 @@ def test_a_character_without_a_token_is_refused_in_chats_too(tmp_path: Path) -> 
     del stored["model"]["vocab"]["Z"]
     file.write_text(json.dumps(stored))
     assert tokenizer.encode_chat([say("user", "aZ\U0001f642")])
-    with pytest.raises(UserError, match=r"has no token for 'Z' \(column"):
+    with refused(r"has no token for 'Z' \(column"):
         load_tokenizer(tmp_path / "chatml").encode_chat([say("user", "aZ\U0001f642")])
 
 
@@ -410,7 +406,7 @@ def test_a_character_without_a_token_is_refused_in_chats_too(tmp_path: Path) -> 
 def test_a_template_that_cannot_be_read_is_one_line(template: Any, told: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, None, chat_template=template))
     for variables in ({}, {"enable_thinking": True}):
-        with pytest.raises(UserError, match=told):
+        with refused(told):
             tokenizer.encode_chat([QUESTION], variables=variables)
 
 

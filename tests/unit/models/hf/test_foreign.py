@@ -25,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.refused import refused
 from tests.unit.apps.cli.parts import save_tokenizer, write_lines
 from tlt.apps.cli import main as cli
 from tlt.apps.run import start
@@ -119,9 +120,7 @@ def test_the_text_model_of_a_composite_one_is_read_for_vllm(
     found = load_model_for(tmp_path, "vllm")
     assert (found.config.vocab_size, found.config.max_positions) == wanted
     assert found.stop_ids == ((1,) if says_all else ())
-    with pytest.raises(
-        UserError, match=r"config\.json: vision_config|config\.json: architectures is"
-    ) as refusal:
+    with refused(r"config\.json: vision_config|config\.json: architectures is") as refusal:
         load_model_for(tmp_path, "tlt")
     assert str(refusal.value).endswith(ELSEWHERE)
 
@@ -140,10 +139,9 @@ def test_its_bounds_and_tokens_are_read_for_vllm(foreign: Path) -> None:
 
 
 def test_our_own_engine_refuses_it_in_a_line_that_says_what_is_possible(foreign: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json: \w+(\.\w+)? is ") as refusal:
+    with refused(r"config\.json: \w+(\.\w+)? is ") as refusal:
         load_model_for(foreign, "tlt")
     assert str(refusal.value).endswith(ELSEWHERE)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("engine", ["tlt", "vllm"])
@@ -185,11 +183,8 @@ def test_a_mistake_is_refused_for_vllm_too(changes: dict[str, Any], said: str, t
 
 def test_no_learned_drafter_drafts_for_it(moe: Path) -> None:
     settings = EngineSettings("adaptive", engine="vllm")
-    with pytest.raises(
-        UserError, match=r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval"
-    ) as refusal:
+    with refused(r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval"):
         load_engine(load_model_for(moe, "vllm"), settings, DRAFTER)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora.rank": 4}, {"drafter.path": "none", "drafter.train": False}])
@@ -198,9 +193,7 @@ def test_training_it_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(release, "version", lambda name: "0.32.0")
     config = load_config(RECIPE, {"model.path": str(moe), "rollout.engine": "vllm", **changes})
-    with pytest.raises(
-        UserError, match="experts is 4; mixtures of experts are not supported, use a dense model"
-    ) as refusal:
+    with refused("experts is 4; mixtures of experts are not supported, use a dense model") as refusal:
         start.preflight(config)
     assert str(refusal.value).endswith(ELSEWHERE)
 

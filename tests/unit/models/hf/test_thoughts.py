@@ -32,7 +32,6 @@ ASKED = "Think within <think> and </think>, open <think>. 7 + 8?"
 def tokenizer(
     folder: Path, template: str, tags_are_special: bool, tags: str = "<think> </think>"
 ) -> OurTokenizer:
-    """A tokenizer of bytes with special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

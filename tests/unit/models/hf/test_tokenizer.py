@@ -7,12 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.refused import refused
 from tests.unit.apps.cli.parts import VOCABULARY, save_tokenizer
-from tlt.base.types import UserError
 from tlt.models.hf.tokenizer import load_tokenizer
 
 
@@ -24,23 +23,21 @@ def write_model_config(path: Path, **values: Any) -> None:
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_sizes(tmp_path: Path) -> None:
     write_model_config(tmp_path, vocab_size=9)
     save_tokenizer(tmp_path)
-    with pytest.raises(
-        UserError, match=f"has {len(VOCABULARY)} tokens but the model's embedding only 9 rows"
-    ):
+    with refused(f"has {len(VOCABULARY)} tokens but the model's embedding only 9 rows"):
         load_tokenizer(tmp_path)
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no directory"):
+    with refused("is no directory"):
         load_tokenizer(tmp_path / "no")
-    with pytest.raises(UserError, match=r"config\.json: is missing"):
+    with refused(r"config\.json: is missing"):
         load_tokenizer(tmp_path)
     write_model_config(tmp_path)
-    with pytest.raises(UserError, match="has no tokenizer"):
+    with refused("has no tokenizer"):
         load_tokenizer(tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="the tokenizer cannot be loaded"):
+    with refused("the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
 
 
@@ -53,7 +50,7 @@ def test_stop_ids_are_the_tokenizers_end_and_those_of_the_first_file_that_names_
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 6]}))
     assert load_tokenizer(tmp_path).stop_ids == (1, 6, 7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 61}))
-    with pytest.raises(UserError, match="eos_token_id is 61; ids must be below the vocabulary size 61"):
+    with refused("eos_token_id is 61; ids must be below the vocabulary size 61"):
         load_tokenizer(tmp_path)
 
 
@@ -65,7 +62,7 @@ def test_chat_messages_go_through_the_template_and_decoding_drops_special_tokens
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_chat([{"role": "user", "content": "12"}]) == tokenizer.encode_text("[12]!")
     assert tokenizer.decode([*tokenizer.encode_text("[12]!"), 1]) == "[12]!"
-    with pytest.raises(UserError, match=r"the chat template .* refuses them \(TemplateError: who\?\)"):
+    with refused(r"the chat template .* refuses them \(TemplateError: who\?\)"):
         tokenizer.encode_chat([{"role": "judge", "content": "12"}])
 
 

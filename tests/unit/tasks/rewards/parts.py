@@ -38,7 +38,6 @@ def is_running(pid: int) -> bool:
 
 
 def children() -> set[int]:
-    """Direct children of this process, zombies included."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

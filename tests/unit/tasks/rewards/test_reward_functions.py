@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tlt.base.types import Reward, UserError
+from tests.refused import refused
+from tlt.base.types import Reward
 from tlt.tasks.rewards.pool import RewardPool, summarize
 from tlt.tasks.rewards.scoring import Completion, RewardSpec, Scorer
 
@@ -277,10 +278,10 @@ def test_what_cannot_be_called_with_these_problems_is_refused_before_a_run() -> 
     scorer = Scorer(spec("exact"))
     scorer.check({"prompt": "6*7", "answer": "42"})
     refusal = r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, "
-    with pytest.raises(UserError, match=refusal):
+    with refused(refusal):
         scorer.check({"prompt": "6*7", "kind": "code"})
     for name, reason in (("nowhere", "has no 'nowhere'"), ("not_a_function", "is a int; give a function")):
-        with pytest.raises(UserError, match=f"^reward function 'my_rewards:{name}'.*{reason}"):
+        with refused(f"^reward function 'my_rewards:{name}'.*{reason}"):
             Scorer(spec(name))
 
 
@@ -367,7 +368,6 @@ def test_a_function_compares_the_responses_of_a_group_in_the_order_of_samples(wo
 
 @pytest.mark.usefixtures("groups")
 def test_what_one_response_lacks_costs_it_its_own_score_alone() -> None:
-    """The task refuses the first, the function returns no number for the second and None for the third."""
     rule = RewardSpec("my_groups:TASK", ("task", "my_groups:some"))
     problems = [{"kind": 1, "task": "sums"}, {"kind": "nan"}, {}, {"kind": 2}]
     refused, no_number, left_out, fine = score_group(

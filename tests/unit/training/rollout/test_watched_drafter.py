@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
-from tests.unit.drafter.watched_parts import POLICY, TARGET, Parts, make_rollouts
+from tests.unit.drafter.parts import POLICY, TARGET
+from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.records import DrafterCheck
 from tlt.base.strategy import Strategy
