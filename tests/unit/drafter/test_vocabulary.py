@@ -391,7 +391,9 @@ def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_respon
     assert check.coverage == pytest.approx(sum(token in chosen for token in tokens) / len(tokens))
 
 
-def test_a_saved_drafter_says_what_acceptance_was_measured_last(tmp_path: Path) -> None:
+def test_a_saved_drafter_has_what_was_counted_and_the_acceptance_that_was_measured_last(
+    tmp_path: Path,
+) -> None:
     training, _ = watched("full")
     training.check_every = 2
     measured = training.check(make_rollouts(seed=1), 0, 1.0).acceptance
@@ -402,6 +404,7 @@ def test_a_saved_drafter_says_what_acceptance_was_measured_last(tmp_path: Path) 
         one.save(tmp_path / str(number), {})
         about = load_drafter(tmp_path / str(number), CONFIG, POLICY.state_dict()).about
         assert about["acceptance"] == measured
+        assert (tmp_path / str(number) / COUNTS).is_file()
 
 
 def test_ranks_that_propose_other_tokens_stop_the_run() -> None:

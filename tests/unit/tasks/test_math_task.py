@@ -63,6 +63,14 @@ EURUS_CODE = {
     "ability": "code",
     "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["2"]}', "style": "rule"},
 }
+WORDS = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 1_000,
+    r"\text{ million}": 1_000_000,
+    "billion": 1_000_000_000,
+    "trillion": 1_000_000_000_000,
+}
 TRL = {"prompt": "What is 1+1?", "solution": "$2$"}
 
 
@@ -297,7 +305,7 @@ def test_without_math_verify_the_task_says_what_to_install_before_any_work(
         ("18", "18 dollars", True),
         ("18 dollars", "18 cents", False),
         ("5", "5 million", False),
-        ("5000000", r"5\text{ million}", True),
+        *((str(5 * scale), f"5 {word}", True) for word, scale in WORDS.items()),
         ("2", "3 1/2", False),
         ("1.6e-19", r"1.6\times 10^{-19}", True),
         ("1.6e-19", "9.1e-31", False),
@@ -320,6 +328,7 @@ def test_without_math_verify_the_task_says_what_to_install_before_any_work(
         ("0,0", "0", False),
         ("1,2", "12", False),
         ("50\\%", "0.5", True),
+        ("0.00001\\%", "0.00003\\%", False),
         ("Evelyn", r"\text{Evelyn}", True),
         ("listen", "silent", False),
     ],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlt.base.records import DrafterReport
+from tlt.base.records import AheadReport, DrafterReport, IdleStretch, IdleUse
 from tlt.base.types import Reward, Rollout
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.result import IncompleteBatch, PhaseResult, ReplicaReport, check_complete
@@ -46,3 +46,46 @@ def test_a_phase_that_read_tokens_of_the_journal_has_no_rate(recalled: int, rate
     phase = PhaseResult(rollouts, [Reward(1.0, True)] * 2, [replica], recalled_tokens=recalled)
     found = phase.rollout_record().tokens_per_second
     assert found == pytest.approx(rate, nan_ok=True)
+
+
+def test_the_figures_of_a_phase_are_sums_over_replicas_and_end_with_the_last_token_of_all() -> None:
+    """Replica 0 is busy to the end; 1 trains, generates ahead and trains again; 2 joins two rounds."""
+    stats = EngineStats()
+    busy = ReplicaReport(10.0, 18.0, 21.0, stats, DrafterReport())
+    train = DrafterReport(4, 300, 3.0, 2.0, captured_tokens=5, recomputed_tokens=7, preempted_at=18.25)
+    uses = (
+        IdleStretch(IdleUse.TRAIN, 14.0, 16.5),
+        IdleStretch(IdleUse.AHEAD, 16.5, 17.5),
+        IdleStretch(IdleUse.TRAIN, 17.5, 18.25),
+    )
+    trains = ReplicaReport(
+        11.0, 14.0, 20.0, stats, train, num_migrated=2, ahead=AheadReport(9, 40, 1.0), idle=uses
+    )
+    first = ReplicaReport(
+        10.5,
+        12.0,
+        13.0,
+        stats,
+        DrafterReport(1, 100, 0.5, 1.0, captured_tokens=1),
+        ahead=AheadReport(1, 2, 0.1),
+    )
+    second = ReplicaReport(13.0, 16.0, 20.0, stats, DrafterReport(2, 100, 4.0, 5.0, preempted_at=17.0))
+    joined = first.then(second, last_token_of_all=12.5)
+    assert (joined.start, joined.gap_seconds, joined.gap_training) == (10.5, 0.5, 0.5)
+
+    rollouts = [Rollout("a", i, (1,), (2,) * 6, (0.0,) * 6, "stop", 0) for i in range(2)]
+    phase = PhaseResult(rollouts, [Reward(1.0, True)] * 2, [busy, trains, joined])
+    assert (phase.seconds, phase.last_token) == (11.0, 18.0)
+    record = phase.drafter_record()
+    assert (record.tokens, record.captured_tokens, record.recomputed_tokens) == (500, 6, 7)
+    assert record.loss == pytest.approx((300 * 2.0 + 100 * 1.0 + 100 * 5.0) / 500)
+    assert record.train_seconds == 3.0 + 2.5, (
+        "what a replica trains after the last token of all fills no idle time"
+    )
+    idle = phase.idle_record({})
+    assert idle.seconds == 4.0 + 2.5
+    assert idle.harvested_share == pytest.approx(5.5 / 6.5)
+    assert idle.preemption_seconds == (0.25,)
+    assert idle.seconds_by_use == {"ahead": 1.0, "train": 3.25}
+    assert (idle.ahead_seconds, idle.ahead_tokens) == (1.1, 42)
+    assert phase.rollout_record().num_migrated == 2

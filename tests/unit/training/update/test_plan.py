@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tlt.base.config.schema import OptimizerSection
 from tlt.base.types import Rollout
-from tlt.models.decoder import ModelConfig
+from tlt.models.decoder import ModelConfig, Transformer
 from tlt.training.update.plan import (
     Experience,
     Shares,
@@ -19,6 +19,7 @@ from tlt.training.update.plan import (
     plan_micro_batches,
     plan_ranks,
     plan_share,
+    sequence_cost,
 )
 from tlt.training.update.schedule import learning_rate
 
@@ -61,6 +62,11 @@ def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
     loads = [sum(own[i] + prompt for items in share.values() for i in items) for share in alone]
     assert max(loads) - min(loads) <= max(own, default=0) + prompt + 1e-9
     assert largest(shares) <= max(loads) + 1e-9
+
+
+def test_a_rank_pays_for_the_prompt_of_every_family_it_has() -> None:
+    shares = plan_ranks([[0], [1], [2], [3]], [120, 1, 1, 1], 2, [0, 100, 100, 100])
+    assert shares == [{0: [0], 3: [3]}, {1: [1], 2: [2]}], "221 and 202; without prompts 120 and 3"
 
 
 def of_one_prompt(number: int, num_prompt: int, own: list[int], needs_grad: bool = True) -> list[Experience]:
@@ -106,6 +112,15 @@ def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_the
     assert ranks([r for group in groups for r in group]) == [{"p0": 8, "p2": 8}, {"p1": 8, "p3": 8}]
     assert ranks(groups[0]) == [{"p0": 4}, {"p0": 4}]
     assert ranks([*groups[0], *of_one_prompt(1, 45, own, needs_grad=False)])[1].total() >= 8
+
+
+def test_a_tokens_products_are_those_of_a_layers_matrices_and_attention_is_paid_by_the_square() -> None:
+    layer = Transformer(CONFIG).model.layers[0]
+    num_weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    scores = CONFIG.num_heads * CONFIG.head_dim  # 2 products forward and 5 backward; a matrix has 1 and 2
+    for length in (1, 7, 300):
+        expected = length + length**2 * (2 + 5) * scores / (num_weights * (1 + 2))
+        assert sequence_cost(length, CONFIG) == pytest.approx(expected)
 
 
 def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:

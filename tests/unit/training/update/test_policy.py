@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.training.update import logprobs as logprobs_module
 from tlt.training.update import update as policy
 from tlt.training.update.finite import NonFiniteUpdate
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.update import PolicyTrainer, UpdateMetrics
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
@@ -275,6 +277,17 @@ def test_a_large_vocabulary_in_chunks_changes_no_gradient(monkeypatch: pytest.Mo
     chunked, chunked_metrics = run([make_batch()])
     assert difference(whole, chunked) < 1e-12
     assert chunked_metrics[0].entropy == pytest.approx(metrics[0].entropy, abs=1e-12)
+
+
+def test_no_gradient_is_held_between_updates() -> None:
+    model = make_model()
+    gradients, parameters = gradients_of(model, None, reduces_each=False), [*model.parameters()]
+    with gradients.collect():
+        (bucket,) = {p.grad._base for p in parameters if p.grad is not None and p.grad._base is not None}
+        held = weakref.ref(bucket)
+        del bucket
+    assert held() is None
+    assert all(p.grad is None for p in parameters)
 
 
 @pytest.mark.parametrize("epochs", [2, 3])
