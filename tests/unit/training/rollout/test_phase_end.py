@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,9 @@ from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.engine.backend import Unfinished
 from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.protocol import Journal
 
 
 def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> None:
@@ -45,6 +48,27 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> 
         )
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
+
+
+def test_the_journal_is_told_of_running_responses_after_every_step_and_at_a_break_at_once() -> None:
+    class Noting(Journal):
+        def __init__(self) -> None:
+            self.noted: list[tuple[bool, int]] = []
+
+        def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
+            self.noted.append((at_once, sum(one.num_tokens for one in responses)))
+
+    engine, _ = make_engine()
+    phase, journal = make_phase(engine, make_queues(1)[0]), Noting()
+    phase.sinks = replace(phase.sinks, journal=journal)
+    phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
+    assert len(journal.noted) == engine.stats.num_steps > 2
+    assert not any(at_once for at_once, _ in journal.noted)
+    phase.should_stop = lambda: engine.stats.num_steps > 2
+    with pytest.raises(StopRequested):
+        phase.run(make_problems(2), 2, PARAMS, "again", 1)
+    assert journal.noted[-1] == (True, journal.noted[-2][1])
+    assert journal.noted[-1][1] > 0
 
 
 def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:

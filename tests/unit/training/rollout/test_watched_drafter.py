@@ -69,6 +69,15 @@ def test_a_trained_drafter_is_published_measured_and_stamped() -> None:
     assert parts.learned.version == 3
 
 
+def test_a_check_tells_the_acceptance_of_the_drafter_that_was_in_service_before_the_training() -> None:
+    parts = Parts()
+    untrained = parts.measure(make_rollouts(), 1.0)
+    check = parts.step()
+    assert check.before == pytest.approx(untrained.accepted / untrained.num_positions)
+    assert check.before != check.acceptance
+    assert math.isnan(parts.step(micro_steps=0).before), "nothing was published"
+
+
 @STALE
 @EVERY_STEP
 def test_a_publication_that_does_not_arrive_is_an_error(
