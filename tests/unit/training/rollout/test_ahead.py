@@ -120,6 +120,24 @@ def test_a_session_ends_within_a_step_leaves_the_engine_idle_and_the_next_goes_o
     assert ahead.run(lambda: False) == AheadReport(), "nothing is left"
 
 
+def test_a_response_that_was_preempted_leaves_the_engine_as_running_ones_do() -> None:
+    requests = [request(f"p{i}") for i in range(3)]
+    engine, asked = make_engine(make_policy()), []
+
+    def should_stop() -> bool:
+        if len(asked) == 3:  # from here on there is memory for one response
+            engine.memory.has_room = engine.memory.fits_longer = lambda num_slots, length: num_slots == 1
+        asked.append(engine.num_waiting)
+        return len(asked) > 5
+
+    ahead = make_ahead(requests, engine=engine)
+    ahead.run(should_stop)
+    assert asked[-1] > 0
+    assert engine.is_idle
+    ahead.run(lambda: False)
+    assert tokens_of(ahead) == plain(requests)
+
+
 def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_has_begun_and_left() -> None:
     requests, store = [request(f"p{i}") for i in range(8)], HashStore()
     replicas = []

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tlt.base.records import IdleStretch, IdleUse, TimedStep
+from tests.unit.training.rollout.phase_parts import OneTokenEngine, make_phase, make_queues
+from tlt.base.records import DrafterReport, IdleStretch, IdleUse, TimedStep
+from tlt.engine.stats import EngineStats
+from tlt.training.rollout.protocol import DrafterTraining
+from tlt.training.rollout.result import ReplicaReport
 from tlt.training.rollout.slowdown import Slowdown, SlowdownSums, add_up, sums_of
 
 COSTS = {IdleUse.AHEAD: 0.12, IdleUse.TRAIN: 0.3, IdleUse.REST: 0.0}
@@ -96,6 +100,24 @@ def test_steps_beside_a_neighbour_that_decodes_do_not_count() -> None:
     assert sums_of([], [idle]).num_steps == sums_of(late, []).num_steps == 0
     halfway = [TimedStep("off", 1, idle[-1].end - 0.005, idle[-1].end + 0.005)] * 3
     assert sums_of(halfway, [idle]).num_steps == 0
+
+
+def test_a_replica_is_slowed_by_the_other_ranks_of_its_machine() -> None:
+    own, beside, elsewhere = windows("tratra" * 9), windows("atr" * 18), windows("rra" * 18)
+    phase = make_phase(OneTokenEngine(), make_queues(1)[0])
+    machines = (phase.timeline.epoch.machine, phase.timeline.epoch.machine, "another")
+    reports = [
+        ReplicaReport(0.0, 1.0, 1.0, EngineStats(), DrafterReport(), idle=tuple(idle), machine=machine)
+        for idle, machine in zip((own, beside, elsewhere), machines, strict=True)
+    ]
+    steps = [*steps_beside(beside, COSTS)]
+    phase._begin(DrafterTraining())
+    phase._measure_slowdown(steps, reports)
+    found, expected = Slowdown(), Slowdown()
+    found.observe(phase._slowdown)
+    expected.observe(sums_of(steps, [beside]))
+    assert found.counters() == expected.counters()
+    assert found.costs()[IdleUse.TRAIN].mean > 0.2
 
 
 def test_sums_of_ranks_add_up_and_survive_a_restart() -> None:
