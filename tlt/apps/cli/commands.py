@@ -57,7 +57,7 @@ class Command:
 
 
 def complete(options: completion.Completion) -> int:
-    known = {name: completion.typed(one.options, one.has_record) for name, one in COMMANDS.items()}
+    known = {name: (one.options, one.has_record) for name, one in COMMANDS.items()}
     print(completion.script(options.shell, known), end="")
     return 0
 

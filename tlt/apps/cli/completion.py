@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -42,31 +42,21 @@ class Words:
     has_value: bool = True
 
 
-@dataclass(frozen=True)
-class Typed:
-    purpose: str
-    options: Mapping[str, Words]
-    alone: Words
-    takes_keys: bool
+SWITCH = Words(has_value=False)
 
 
-def typed(kind: type[Options], has_record: bool) -> Typed:
-    found = options_of(kind)
-    hints = {name: hint for name, field in found.items() if (hint := Written.of(field)) is not None}
-    alone = {name: _words(found[name]) for name, hint in hints.items() if hint.is_alone}
-    words = [word for one in alone.values() for word in one.words]
-    words += list_configs() if {"config", "recipe"} & alone.keys() else []
-    switches = {name for name, hint in hints.items() if not hint.metavar}
-    options = {
-        f"--{with_dashes(name)}": Words(has_value=False) if name in switches else _words(field)
-        for name, field in found.items()
-        if name not in alone
-    }
-    options |= {"--json": Words(has_value=False)} if has_record else {}
-    options["--help"] = Words(has_value=False)
-    purpose = (kind.__doc__ or "").splitlines()[0]
-    is_path = any(one.is_path for one in alone.values())
-    return Typed(purpose, options, Words(tuple(words), is_path), issubclass(kind, WithOverrides))
+def typed(kind: type[Options], has_record: bool) -> tuple[dict[str, Words], Words]:
+    """Returns a command's options, and what stands alone in it."""
+    options = {"--help": SWITCH, **({"--json": SWITCH} if has_record else {})}
+    alone = Words()
+    for name, field in options_of(kind).items():
+        hint, words = Written.of(field), _words(field)
+        if hint is None or not hint.is_alone:
+            options[f"--{with_dashes(name)}"] = SWITCH if hint and not hint.metavar else words
+        else:
+            recipes = list_configs() if name in ("config", "recipe") else []
+            alone = Words((*alone.words, *words.words, *recipes), alone.is_path or words.is_path)
+    return options, alone
 
 
 def keys() -> dict[str, Words]:
@@ -94,13 +84,16 @@ def _choices(kind: Any) -> Iterator[str]:
 # ── scripts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def script(shell: Literal["bash", "zsh", "fish"], commands: Mapping[str, Typed]) -> str:
+def script(shell: Literal["bash", "zsh", "fish"], commands: Mapping[str, tuple[type[Options], bool]]) -> str:
+    """commands: with whether they take --json."""
+    offer = _offer(commands)
     if shell == "fish":
-        return _fish(commands)
-    return _offer(commands) + (_ZSH if shell == "zsh" else _BASH)
+        return _FISH.replace("OFFER", offer.replace("\\", "\\\\").replace("'", "\\'"))
+    return offer + (_ZSH if shell == "zsh" else _BASH)
 
 
-# bash and zsh share this. Arguments: the current word's index, it, the one before it, and the first two.
+# All shells share this, fish by way of bash. Arguments: the current word's index, it, the one before it, the
+# first two.
 _OFFER = """\
 # completion of tlt, printed by tlt completion
 _tlt_offer() {{
@@ -171,23 +164,50 @@ _tlt() {
 compdef _tlt tlt
 """
 
+# In fish an option and its value after "=" are one word: what is offered begins with the option.
+_FISH = """\
+# completion of tlt, printed by tlt completion; bash computes it
+function __tlt_complete
+    set -l words (commandline -opc)
+    set -l cur (commandline -ct | string unescape)
+    set -l prev $words[-1]
+    set -l option (string match -r -- '^--[^=]+=' $cur); and begin
+        set prev (string trim -rc = -- $option)
+        set cur (string replace -- $option '' $cur)
+    end
+    set -l found (bash -c 'OFFER
+_tlt_offer "$@"
+printf "%s\\n" "$files" $offered
+' tlt (count $words) "$cur" "$prev" "$words[2]" "$words[3]")
+    test -n "$found[1]"; and __fish_complete_path "$cur" | string replace -r '^' -- "$option"
+    printf "$option%s\\n" $found[2..]
+end
+complete -c tlt -f -a '(__tlt_complete)'
+"""
 
-def _offer(commands: Mapping[str, Typed]) -> str:
-    first, second = _tree(commands)
-    values = {f"*' {key}'": words for key, words in keys().items()}
-    values |= {f"'{name} {o}'": words for name, one in commands.items() for o, words in one.options.items()}
-    known = {place: words for place, words in values.items() if words.words or words.is_path}
-    cases = []
-    for name, one in commands.items():
-        options = " ".join(one.options) + (" $keys" if one.takes_keys else "")
-        cases.append(f"            '{name}') options=\"{options}\" {_offered(one.alone, adds=True)} ;;")
+
+def _offer(commands: Mapping[str, tuple[type[Options], bool]]) -> str:
+    values, cases = {f"*' {key}'": words for key, words in keys().items()}, []
+    for name, (kind, has_record) in commands.items():
+        options, alone = typed(kind, has_record)
+        values |= {f"'{name} {option}'": words for option, words in options.items()}
+        listed = " ".join(options) + (" $keys" if issubclass(kind, WithOverrides) else "")
+        cases.append(f"            '{name}') options=\"{listed}\" {_offered(alone, adds=True)} ;;")
+    second: dict[str, list[str]] = {}
+    for name in commands:
+        first, _, rest = name.partition(" ")
+        second.setdefault(first, []).extend([rest] if rest else [])
     return _OFFER.format(
         keys=" ".join(keys()),
-        first=" ".join(first),
+        first=" ".join(second),
         second="\n".join(f"            '{one}') offered='{' '.join(two)}' ;;" for one, two in second.items()),
         pairs="|".join(f"'{name}'" for name in commands if " " in name),
         switches="|".join(place for place, words in values.items() if not words.has_value),
-        values="\n".join(f"        {place}) {_offered(words)} ;;" for place, words in known.items()),
+        values="\n".join(
+            f"        {place}) {_offered(words)} ;;"
+            for place, words in values.items()
+            if words.words or words.is_path
+        ),
         commands="\n".join(cases),
     )
 
@@ -195,63 +215,3 @@ def _offer(commands: Mapping[str, Typed]) -> str:
 def _offered(words: Words, adds: bool = False) -> str:
     listed = " ".join(words.words)
     return f'offered="{"$offered " if adds else ""}{listed}" files={"yes" if words.is_path else ""}'
-
-
-def _tree(commands: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    second: dict[str, list[str]] = {}
-    for name in commands:
-        first, _, rest = name.partition(" ")
-        second.setdefault(first, []).extend([rest] if rest else [])
-    return list(second), {first: rest for first, rest in second.items() if rest}
-
-
-_FISH_FIRST = "test (count (commandline -opc)) -eq 1"
-_FISH = """\
-# completion of tlt, printed by tlt completion
-function __tlt_is
-    set -l words (commandline -opc)
-    set -e words[1]
-    set -l name "$words[1]"
-    contains -- "$words[1] $words[2]" {pairs}; and set name "$words[1] $words[2]"
-    contains -- "$name" $argv
-end
-complete -c tlt -f
-complete -c tlt -n '{first}' -l version -d 'Print the version'
-complete -c tlt -n '{first}' -l help
-"""
-
-
-def _fish(commands: Mapping[str, Typed]) -> str:
-    pairs = " ".join(f"'{name}'" for name in commands if " " in name)
-    lines = [_FISH.format(pairs=pairs, first=_FISH_FIRST).rstrip()]
-    for group, names in _tree(commands)[1].items():
-        if group not in commands:
-            lines.append(f"complete -c tlt -n '{_FISH_FIRST}' -a {group} -d '{', '.join(names)}'")
-    for name, one in commands.items():
-        first, _, rest = name.partition(" ")
-        is_second = f"test (count (commandline -opc)) -eq 2; and __tlt_is {first}"
-        place = is_second if rest else _FISH_FIRST
-        lines.append(f"complete -c tlt -n {_quoted(place)} -a {rest or first} -d {_quoted(one.purpose)}")
-        place = _quoted(f"__tlt_is {_quoted(name)}")
-        if one.alone.words or one.alone.is_path:
-            lines.append(f"complete -c tlt -n {place} {_fish_words(one.alone)}")
-        lines += [_fish_option(place, option, words) for option, words in one.options.items()]
-    with_keys = " ".join(_quoted(name) for name, one in commands.items() if one.takes_keys)
-    with_keys = _quoted(f"__tlt_is {with_keys}")
-    lines += [_fish_option(with_keys, key, words) for key, words in keys().items()]
-    return "\n".join(lines) + "\n"
-
-
-def _fish_option(place: str, option: str, words: Words) -> str:
-    value = f" -r {_fish_words(words)}" if words.has_value else ""
-    return f"complete -c tlt -n {place} -l {option.removeprefix('--')}{value}".rstrip()
-
-
-def _fish_words(words: Words) -> str:
-    listed = [f"-a {_quoted(' '.join(words.words))}"] if words.words else []
-    return " ".join([*listed, *(["-F"] if words.is_path else ["-f"])])
-
-
-def _quoted(text: str) -> str:
-    """fish has quotes of its own."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -116,15 +116,14 @@ def test_every_command_option_and_key_stands_in_the_script(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(shell, capsys)
-    mark = "-l " if shell == "fish" else "--"
     for name, command in COMMANDS.items():
         assert f"'{name}'" in text.replace("\\'", "'")
         for option in command.options.model_fields.keys() - {"overrides", "rest"}:
             is_alone = "is_alone=True" in repr(command.options.model_fields[option].metadata)
-            assert is_alone or f"{mark}{with_dashes(option)}" in text, (name, option)
+            assert is_alone or f"--{with_dashes(option)}" in text, (name, option)
     config = Config.model_validate({"model": {"path": "m"}, "task": {"name": "t"}})
     keys = [f"{section}.{key}" for section, values in config.model_dump().items() for key in values]
-    assert [key for key in keys if f"{mark}{key}" not in text] == []
+    assert [key for key in keys if f"--{key}" not in text] == []
 
 
 def test_the_script_is_printed_without_torch() -> None:
