@@ -22,6 +22,7 @@ from benchmarks.report import header, markdown, number, ratio_text, speed_text, 
 from benchmarks.subject import Subject
 from tlt.apps.run.start import pin, preflight
 from tlt.base.config.load import load_config
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
@@ -128,7 +129,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     config = pin(load_config(options.config, overrides))
     for variant in options.variants:
-        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+        make_tuner(parse_speculation(variant), drafter_kinds(config.drafter.path is not None))
     preflight(config)
     growth = None if options.geometry is None else plan_growth(config, options.geometry)
     with grown_config(config, growth) as (config, geometry):

@@ -28,6 +28,7 @@ from benchmarks.subject import Subject
 from tlt.apps.run.start import preflight
 from tlt.base.config.load import load_config
 from tlt.base.io.files import check_output_file
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request, Rollout
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = load_config(options.config, overrides)
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     for variant in options.variants:
-        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+        make_tuner(parse_speculation(variant), drafter_kinds(config.drafter.path is not None))
     preflight(config)
     workload = read_workload(
         options.workload or options.config.with_name("longtail.json"), hash_model(config.model.path)

@@ -13,6 +13,7 @@ from benchmarks.report import side_by_side
 from tlt.apps.plan.sizes import PlannedRun
 from tlt.apps.run.start import plan_run
 from tlt.base.config.schema import Config
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request
 from tlt.drafter.formats.folder import StoredDrafter, load_shape
 from tlt.engine.backend import RolloutBackend
@@ -48,7 +49,9 @@ class Subject:
 
     def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
         """Returns a fresh engine. variant: off, adaptive (with `rollout.tuner`), or a fixed strategy."""
-        settings = dataclasses.replace(self.settings, speculation=variant, max_batch_size=max_batch_size)
+        settings = dataclasses.replace(
+            self.settings, speculation=parse_speculation(variant), max_batch_size=max_batch_size
+        )
         drafter = None if variant == "off" else self.drafter
         if settings.engine == "vllm":
             return build_backend(self.model, settings, drafter)

@@ -29,6 +29,7 @@ from tests.unit.speculation.tuner.cold_machines import (
     run_batch,
     settled_speed,
 )
+from tlt.base.speculation import Adaptive
 from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed, make_tuner
@@ -40,7 +41,7 @@ SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
 
 
 def cold_tuner(machine: Machine) -> StrategyTuner:
-    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior)
+    tuner = make_tuner(Adaptive(), machine.drafter.kinds, prior=machine.profile.prior)
     assert tuner is not None
     return tuner
 

@@ -22,6 +22,7 @@ import torch
 from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Rollout, SamplingParams, resolve_dtype
 from tlt.drafter.formats.folder import StoredDrafter
@@ -38,7 +39,7 @@ MAX_DRAFT = 15
 
 
 def speculation(way: str) -> str:
-    """Returns EngineSettings.speculation of a way."""
+    """Returns EngineSettings.speculation of a way, as text."""
     if way in ("cold", "warm"):
         return "adaptive"
     return f"{way}x1x{way}" if way.isdigit() else way
@@ -85,7 +86,7 @@ class Ours:
 
     def _build(self, way: str) -> RolloutBackend:
         settings = dataclasses.replace(
-            self.settings, speculation=speculation(way), max_batch_size=self.batch_size
+            self.settings, speculation=parse_speculation(speculation(way)), max_batch_size=self.batch_size
         )
         policy, drafter = self.weights or self.model.tensors, None if way == "off" else self.drafter
         engine = build_engine(self.model.config, policy, settings, drafter)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
+from tlt.base.speculation import Adaptive
 from tlt.base.types import Problem, SamplingParams
 from tlt.drafter.formats.folder import load_drafter
 from tlt.engine.build.engine import EngineSettings, build_engine
@@ -36,7 +37,7 @@ def main() -> None:
     model = load_model(HERE / "base")
     assert model.tokenizer is not None, "the recipe ships one"
     drafter = load_drafter(HERE / "drafter", model.config, model.tensors)
-    settings = EngineSettings("adaptive", max_batch_size=BATCH_SIZE)
+    settings = EngineSettings(Adaptive(), max_batch_size=BATCH_SIZE)
     engine = build_engine(model.config, model.tensors, settings, drafter)
     records = get_task("countdown").problems(options.candidates, 1, split="train", **OPTIONS)
     problems = [

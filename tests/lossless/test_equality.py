@@ -26,6 +26,7 @@ from tests.lossless.helpers import (
     to_transformers,
     tokens_of,
 )
+from tlt.base.speculation import Adaptive
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict, id_of
 from tlt.drafter.drafting.hybrid import HybridDrafter
@@ -110,7 +111,7 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(kind: str, max_bat
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
 def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
     kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
-    tuner = make_tuner("adaptive", kinds)
+    tuner = make_tuner(Adaptive(), kinds)
     assert tuner is not None
     observe, rng = tuner.observe, random.Random(0)
 

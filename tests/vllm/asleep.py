@@ -18,6 +18,7 @@ import torch
 from tests.side_by_side import interpret_triton, random_lengths
 from tests.vllm.children import BASE, DEPTH
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request
 from tlt.engine.build.engine import EngineSettings, load_engine
 from tlt.engine.build.model import load_model
@@ -144,7 +145,7 @@ def of_cases(requests: Sequence[Request], cases: Sequence[Case], drafter: Path, 
     """Returns what our engine drafts by vLLM's scheduler, one step after the other."""
     interpret_triton()
     settings = EngineSettings(
-        f"{DEPTH}x1x{DEPTH}",
+        parse_speculation(f"{DEPTH}x1x{DEPTH}"),
         engine="vllm",
         max_batch_size=batch,
         window=max(len(r.prompt_ids) + r.params.max_tokens for r in requests),
@@ -226,7 +227,7 @@ def of_blocks(requests: Sequence[Request], drafter: Path, block: int) -> tuple[D
     and the tokens of each problem."""
     interpret_triton()
     settings = EngineSettings(
-        f"{block}x1x{block}",
+        parse_speculation(f"{block}x1x{block}"),
         engine="vllm",
         max_batch_size=2,
         # at the window's end vLLM shortens blocks

@@ -23,6 +23,7 @@ import torch
 
 from tests.side_by_side import Responses, answers, interpret_triton, random_lengths, step_by_step
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request, SamplingParams
 from tlt.engine.build.engine import EngineSettings, load_engine
 from tlt.engine.build.model import load_model
@@ -109,7 +110,7 @@ def child(start: Start, requests: dict[str, list[Request]], drafter: Path) -> li
     if start.runner == "V2":
         interpret_triton()
     settings = EngineSettings(
-        f"{DEPTH}x1x{DEPTH}",
+        parse_speculation(f"{DEPTH}x1x{DEPTH}"),
         engine="vllm",
         max_batch_size=start.batch,
         window=max(len(r.prompt_ids) + r.params.max_tokens for some in requests.values() for r in some),

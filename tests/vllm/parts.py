@@ -29,6 +29,7 @@ from tests.vllm.children import DEPTH as DEPTH
 from tlt.apps.audit.referee import Referee
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import FinishReason, Request, Rollout, SamplingParams
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
@@ -134,7 +135,7 @@ def vllm_engine(
     **vllm: Any,
 ) -> Any:
     settings = EngineSettings(
-        speculation,
+        parse_speculation(speculation),
         engine="vllm",
         max_batch_size=batch,
         drafting=DrafterSection(train=drafter is not None),

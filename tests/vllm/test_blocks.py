@@ -23,6 +23,7 @@ from tests.vllm.children import in_child
 from tests.vllm.parts import BASE, assert_equal, in_vllm, make_checkpoint, own_engine, vllm_engine
 from tests.vllm.test_live import WINDOW, countdown
 from tests.vllm.test_unread import pattern
+from tlt.base.speculation import Adaptive
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import save_drafter
@@ -241,7 +242,7 @@ def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp
 
     start(BASE, tmp_path / "drafter", None)
     drafting, prior = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
-    served = Served(BASE, "m", "float32", "adaptive", ("learned",), drafting, BLOCK, prior)
+    served = Served(BASE, "m", "float32", Adaptive(), ("learned",), drafting, BLOCK, prior)
     told = [
         word if value is None else f"{word}={value}"
         for word, value in options(Installed((), True), served).items()

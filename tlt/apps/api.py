@@ -30,6 +30,7 @@ from tlt.base.config.schema import Config
 from tlt.base.io.files import Record
 from tlt.base.io.hub import Repository, resolve_model
 from tlt.base.kinds import BatchSize, Samples, shorten
+from tlt.base.speculation import parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Response, SamplingParams, UserError, checked, id_of, resolve_dtype
 from tlt.engine.backend import RolloutBackend
@@ -128,7 +129,7 @@ class Engine:
             check_served(section.vocabulary, "vocabulary")
         on = resolve_device(device)
         settings = EngineSettings(
-            str(speculation),
+            parse_speculation(str(speculation)),
             dtype=resolve_dtype(str(dtype).removeprefix("torch."), on.type),
             device=on,
             max_batch_size=max_batch_size,

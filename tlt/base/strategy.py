@@ -13,7 +13,8 @@ from tlt.base.types import UserError
 class Strategy:
     """A way to speculate. `Strategy.OFF` decodes without drafts.
 
-    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
+    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference);
+        empty: not chosen yet (speculation.py).
     depth: drafting steps, one per level: the depth of the deepest node.
     width: candidates per node.
     budget: most drafted nodes, the root (the last committed token) excluded.
@@ -63,7 +64,8 @@ class Strategy:
         return Strategy(kind, depth, 1, depth) if kind else Strategy.OFF
 
     def __str__(self) -> str:
-        return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
+        shape = f"{self.depth}x{self.width}x{self.budget}"
+        return "off" if self.is_off else f"{self.drafter}:{shape}" if self.drafter else shape
 
     @staticmethod
     def parse(text: str, drafter: str = "learned") -> Strategy:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.mistakes import validate
 from tlt.base.kinds import BatchSize, Share, plain, shorten
-from tlt.base.strategy import Strategy
+from tlt.base.speculation import Off, parse_speculation
 from tlt.base.types import (
     Problem,
     Purpose,
@@ -78,8 +78,7 @@ class LiveSettings:
         is_folder = isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()
         if self.drafter is not None and not is_folder:
             raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
-        if checked("speculation", self.speculation, str) != "adaptive":
-            Strategy.parse(self.speculation)
+        parse_speculation(checked("speculation", self.speculation, str))
         if checked("dtype", self.dtype, str | None) is not None:
             resolve_dtype(str(self.dtype))
         checked("max_batch_size", self.max_batch_size, BatchSize)
@@ -96,7 +95,7 @@ class LiveSettings:
 
     def of_engine(self, policy: Tensor) -> EngineSettings:
         return EngineSettings(
-            self.speculation,
+            parse_speculation(self.speculation),
             dtype=resolve_dtype(self.dtype or str(policy.dtype).removeprefix("torch.")),
             device=policy.device,
             max_batch_size=self.max_batch_size,
@@ -124,12 +123,13 @@ class LiveRollouts:
         policy = next(iter(tensors.values()))
         self.world = world = join_process_group(policy.device)
         self.timeline = Timeline(world.rank, epoch=shared_epoch(world.rank, partial(gather_objects, world)))
-        folder = None if settings.speculation == "off" else settings.drafter
+        engine_settings = settings.of_engine(policy)
+        folder = None if isinstance(engine_settings.speculation, Off) else settings.drafter
         share = settings.idle_share if world.world_size == 1 else 0.0
         with torch.random.fork_rng():  # the caller's random numbers stay as they are
             stored = None if folder is None else load_drafter(folder, self.config, tensors)
             self.engine = build_engine(
-                self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add
+                self.config, tensors, engine_settings, stored, on_span=self.timeline.add
             )
             self.drafter_training = watch_drafter(
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share

@@ -25,6 +25,7 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG as TINY
 from tests.refused import refused
 from tests.unit.speculation.tuner.test_tuner import Machine, play
+from tlt.base.speculation import Adaptive
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
@@ -575,7 +576,7 @@ def test_what_a_folder_records_of_acceptance_changes_no_choice_of_the_tuner(reco
     choices = []
     for about in ({}, {"acceptance": recorded}):
         drafter = replace(make_drafter(DEEP, "eagle"), about=about)
-        settings = EngineSettings(speculation="adaptive")
+        settings = EngineSettings(speculation=Adaptive())
         tuner = _make_tuner(DEEP, settings, drafter, ("learned", "ngram", "hybrid"))
         assert tuner is not None
         machine = Machine({"learned": 0.93, "ngram": 0.05, "hybrid": 0.93}, 25.0)

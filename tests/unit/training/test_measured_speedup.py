@@ -13,6 +13,7 @@ from tests.unit.training.test_evaluated_runs import base, make_config, weights
 from tlt.base.clock import Moment
 from tlt.base.config.schema import Config
 from tlt.base.records import SpeedupPair
+from tlt.base.speculation import parse_speculation
 from tlt.engine.stats import EngineStats
 from tlt.training import speedup
 from tlt.training.launch.signals import StopRequest
@@ -26,7 +27,9 @@ __all__ = ["base"]
 
 def config_of(base: Path, out_dir: Path, every: int, speculation: str = "adaptive") -> Config:
     config = make_config(base, out_dir)
-    rollout = config.rollout.model_copy(update={"speculation": speculation, "measure_speedup_every": every})
+    rollout = config.rollout.model_copy(
+        update={"speculation": parse_speculation(speculation), "measure_speedup_every": every}
+    )
     return config.model_copy(update={"rollout": rollout})
 
 

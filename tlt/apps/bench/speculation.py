@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tlt.base.speculation import Adaptive, Off
 from tlt.base.types import Request, SamplingParams, id_of
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
@@ -40,7 +41,7 @@ class Subject:
         vllm = self.settings.vllm.model_copy(update={"own_process": True})
         drafting = self.settings.drafting.model_copy(update={"train": False})
         base = dataclasses.replace(self.settings, vllm=vllm, drafting=drafting)
-        off, adaptive = (dataclasses.replace(base, speculation=one) for one in (OFF, ADAPTIVE))
+        off, adaptive = (dataclasses.replace(base, speculation=one) for one in (Off(), Adaptive()))
         if base.engine == "vllm":
             return {
                 OFF: build_backend(self.model, off),

@@ -12,16 +12,27 @@ from pydantic import Field, model_validator
 
 from tlt.apps.audit.server import Answers, Endpoint, complete, read_api_key
 from tlt.apps.cli.data import Data, PromptOptions
-from tlt.apps.cli.engine import SPECULATION, EngineOptions, generate_in_order, longest, show_busy
-from tlt.apps.cli.options import File, ModelName, Names, Options, StopNumbers, Switch, Written
+from tlt.apps.cli.engine import EngineOptions, generate_in_order, longest, show_busy
+from tlt.apps.cli.options import (
+    LISTED,
+    SPECULATION,
+    File,
+    ModelName,
+    Options,
+    StopNumbers,
+    Switch,
+    Written,
+)
 from tlt.apps.cli.summary import Ended, Summary
 from tlt.base.config.mistakes import mistake
+from tlt.base.config.rollout import SpeculationKey
 from tlt.base.config.sampling import LawSection
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.io.secrets import hide
 from tlt.base.io.text import visible
 from tlt.base.kinds import BatchSize, MaxTokens, Problems, Samples, Seed, Share, Threads
+from tlt.base.speculation import Off, Speculation
 from tlt.base.types import Request, SamplingParams, resolve_dtype
 
 if TYPE_CHECKING:
@@ -110,7 +121,7 @@ class AuditEngine(RequestOptions, VerdictOptions, EngineOptions):
 
     model: ModelName
     """The model that the engine should follow: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
-    speculation: Annotated[Names, Written(SPECULATION + "[,...]")] = ("off",)
+    speculation: Annotated[tuple[SpeculationKey, ...], *LISTED, Written(SPECULATION + "[,...]")] = (Off(),)
     """Modes of the engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four
     tokens)."""
     plant_fault: Annotated[Share, Written("PROBABILITY")] = 0.0
@@ -121,10 +132,10 @@ class AuditEngine(RequestOptions, VerdictOptions, EngineOptions):
     @model_validator(mode="after")
     def _can_be_faulty(self) -> AuditEngine:
         if len(set(self.speculation)) < len(self.speculation):
-            raise mistake(f"--speculation: {','.join(self.speculation)!r} must name every mode once")
+            raise mistake(f"--speculation: {','.join(map(str, self.speculation))} must name every mode once")
         if self.plant_fault and self.engine == "vllm":
             raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
-        if self.plant_fault and set(self.speculation) == {"off"}:
+        if self.plant_fault and self.speculation == (Off(),):
             needs = "--speculation DEPTHxWIDTHxBUDGET and --drafter DIR"
             raise mistake(f"--plant-fault: is a fault of speculation; give {needs}")
         return self
@@ -183,15 +194,15 @@ def engine(options: AuditEngine) -> Ended:
     print(f"tlt: our engine computes on {options.choose_device()}", file=sys.stderr, flush=True)
     reports = []
     for speculation in options.speculation:
-        is_faulty = options.plant_fault and speculation != "off"
-        name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else speculation
+        is_faulty = options.plant_fault and not isinstance(speculation, Off)
+        name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else str(speculation)
         answers = _generate(options, speculation, requests)
         reports.append(judge.judge(name, answers, options.max_tokens, options.seed))
         _print_report(reports[-1])
     return _end(options, reports, device=str(options.choose_device()))
 
 
-def _generate(options: AuditEngine, speculation: str, requests: Sequence[Request]) -> Answers:
+def _generate(options: AuditEngine, speculation: Speculation, requests: Sequence[Request]) -> Answers:
     from tlt.apps.audit.fault import PlantedFault
     from tlt.engine.build.engine import load_engine
     from tlt.engine.build.model import load_model_for

@@ -15,6 +15,7 @@ from tlt.apps.cli.summary import Summary
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.kinds import PositiveInt, Problems
+from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
 
 if TYPE_CHECKING:
@@ -89,12 +90,12 @@ def _of_model(options: Bench) -> Subject:
         raise UserError("--prompts: is missing; give the prompts to answer, or the folder of a run")
     import torch
 
-    from tlt.apps.bench.speculation import ADAPTIVE, Subject
+    from tlt.apps.bench.speculation import Subject
     from tlt.engine.build.engine import load_stored_drafter
     from tlt.engine.build.model import load_model_for
     from tlt.models.hf.prompts import check_max_tokens
 
-    options.check_engine(ADAPTIVE)
+    options.check_engine(Adaptive())
     torch.set_num_threads(options.threads)
     adapter = options.adapter and resolve_model(options.adapter)
     model = load_model_for(resolve_model(options.model), options.engine, adapter)
@@ -107,7 +108,7 @@ def _of_model(options: Bench) -> Subject:
     return Subject(
         model,
         load_stored_drafter(options.drafter_folder, model),
-        options.engine_settings(ADAPTIVE, longest),
+        options.engine_settings(Adaptive(), longest),
         [(prompt.problem_id, prompt.prompt_ids) for prompt in prompts],
         params,
         options.samples,

@@ -33,6 +33,7 @@ from tlt.base.kinds import (
     Temperature,
     Threads,
 )
+from tlt.base.speculation import Adaptive
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
 from tlt.training.saved.response_reader import read_responses
 
@@ -230,7 +231,7 @@ def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
     from tlt.engine.build.engine import EngineSettings, build_engine
 
     assert options.prompts is not None, "responses or prompts are given"
-    settings = EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME)
+    settings = EngineSettings(Adaptive(), max_batch_size=_ANSWERS_AT_A_TIME)
     engine = build_engine(model.config, model.tensors, settings)
     return generate_in_order(engine, options.requests(options.prompts, model))
 

@@ -18,6 +18,7 @@ from tlt.base.config.sampling import SamplingSection
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import Repository, resolve_model
 from tlt.base.kinds import MaxTokens, Samples, Seed, Threads
+from tlt.base.speculation import Speculation
 from tlt.base.types import Request, ResponseId, Rollout, SamplingParams, UserError, id_of, resolve_dtype
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from tlt.engine.backend import RolloutBackend
     from tlt.engine.build.engine import EngineSettings
-
-SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
 
 class SamplingOptions(SamplingSection, Options):
@@ -59,7 +58,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
     threads: Threads = 1
     """CPU threads to compute with."""
 
-    def check_engine(self, speculation: str, has_references: bool = False) -> None:
+    def check_engine(self, speculation: Speculation, has_references: bool = False) -> None:
         """Raises UserError for an engine that could not be built, before anything is loaded."""
         from tlt.drafter.drafting.hybrid import drafter_kinds
         from tlt.drafter.drafting.reference_drafter import reference_kinds
@@ -83,7 +82,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
     def drafter_folder(self) -> Path | None:
         return None if self.drafter is None else resolve_model(self.drafter)
 
-    def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
+    def engine_settings(self, speculation: Speculation, window: int | None = None) -> EngineSettings:
         from tlt.engine.build.engine import EngineSettings
 
         return EngineSettings(

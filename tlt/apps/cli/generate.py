@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from tlt.apps.cli.data import PromptOptions
 from tlt.apps.cli.engine import (
-    SPECULATION,
     EngineOptions,
     SamplingOptions,
     generate_in_order,
@@ -19,9 +18,10 @@ from tlt.apps.cli.engine import (
 )
 from tlt.apps.cli.options import AdapterName, File, ModelName, Written
 from tlt.apps.cli.summary import Summary, percent, written
-from tlt.base.config.rollout import may_use_references
+from tlt.base.config.rollout import SpeculationKey, may_use_references
 from tlt.base.io.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.base.io.hub import resolve_model
+from tlt.base.speculation import Adaptive
 from tlt.base.types import Response, Rollout, UserError
 from tlt.training.saved.response_reader import read_references
 
@@ -43,7 +43,7 @@ class Generate(PromptOptions, SamplingOptions, EngineOptions):
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one response a line."""
-    speculation: Annotated[str, Written(SPECULATION)] = "adaptive"
+    speculation: SpeculationKey = Adaptive()
     """How tokens are drafted: off, adaptive (measured and chosen at every step, off included), or fixed:
     4x1x4 drafts chains of four tokens, 3x2x5 trees. DRAFTER is learned, ngram (retrieval from the problem's
     own responses) or hybrid (both); ngram and adaptive need no --drafter."""

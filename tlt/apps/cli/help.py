@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tlt.apps.cli.options import Options, WithOverrides, WithRest, Written, label, options_of
+from tlt.apps.cli.options import SPECULATION, Options, WithOverrides, WithRest, Written, label, options_of
 from tlt.apps.cli.summary import JSON_HELP
 from tlt.base.config.mistakes import section_of
 from tlt.base.config.schema import Config
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import Speculation
 
 OWN = "Options:"
 _METAVARS = {
@@ -103,6 +104,8 @@ def _metavar(kind: Any) -> str:
     if origin is Literal:
         words = ",".join(map(str, arguments))
         return f"{{{words}}}" if len(arguments) > 1 else words
+    if kind == Speculation:
+        return SPECULATION
     if (origin or kind) in _METAVARS:
         return _METAVARS[origin or kind]
     branches = [_metavar(branch) for branch in arguments if branch is not NoneType]

@@ -38,6 +38,7 @@ class Written:
         return next((hint for hint in reversed(field.metadata) if isinstance(hint, Written)), None)
 
 
+SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 Folder = Annotated[Path | None, Written("DIR")]
 DrafterName = Annotated[Path | None, Written("DRAFTER")]
 AdapterName = Annotated[Path | None, Written("DIR")]
@@ -73,9 +74,9 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_read_object)]
 JsonTexts = Annotated[dict[str, str], BeforeValidator(_read_object)]
 StopWords = Annotated[tuple[str, ...], BeforeValidator(_read_texts), Written("TEXT")]
 
-_LISTED = Field(min_length=1), BeforeValidator(split_words)
+LISTED = Field(min_length=1), BeforeValidator(split_words)
 StopNumbers = Annotated[StopIds, Field(strict=False), BeforeValidator(split_words), Written("ID,...")]
-Names = Annotated[tuple[str, ...], *_LISTED, Written("NAME,...")]
+Names = Annotated[tuple[str, ...], *LISTED, Written("NAME,...")]
 
 
 class Options(Explained):

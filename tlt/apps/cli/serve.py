@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tlt.apps.cli.engine import SPECULATION, show_busy
+from tlt.apps.cli.engine import show_busy
 from tlt.apps.cli.options import DrafterName, Folder, Switch, WithRest, Written
+from tlt.base.config.rollout import SpeculationKey
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import resolve_model
 from tlt.base.kinds import PositiveInt
+from tlt.base.speculation import Adaptive, Off
 from tlt.base.types import UserError
 from tlt.models.hf.files import read_json
 
@@ -38,7 +40,7 @@ class Serve(WithRest):
     """Serve a run's policy after this many updates, from its checkpoint; default: the newest."""
     drafter: DrafterName = None
     """Drafter, a folder or OWNER/NAME on the hub; default: the run's own."""
-    speculation: Annotated[str | None, Written(SPECULATION)] = None
+    speculation: SpeculationKey | None = None
     """How tokens are drafted: off, adaptive (the tuner chooses a length at every step, 0 included), or fixed:
     4x1x4 drafts four tokens. DRAFTER is learned or ngram. Default: adaptive with a drafter, else off."""
     max_draft_tokens: Annotated[int, *VllmSection.model_fields["max_draft_tokens"].metadata] = 8
@@ -144,7 +146,7 @@ def _served(options: Serve, source: Source) -> Served:
     from tlt.engine.vllm.strategies import vllm_kinds
     from tlt.speculation.tuner.step_costs import UNKNOWN
 
-    speculation = options.speculation or ("off" if source.drafter is None else "adaptive")
+    speculation = options.speculation or (Off() if source.drafter is None else Adaptive())
     kinds = vllm_kinds(speculation, source.drafter is not None)
     drafting, prior = None, UNKNOWN
     if kinds == ("learned",):

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from tlt.apps.plan.sizes import GIB, META, PlannedRun
-from tlt.base.strategy import Strategy
+from tlt.base.speculation import Adaptive, Fixed, Off
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.drafter.drafting.learned.caches import make_cache
 from tlt.drafter.drafting.learned.drafter import LearnedSettings
@@ -126,10 +126,13 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
 
 def _rollout(r: PlannedRun) -> Iterator[Term]:
     c, size, sampling = r.model, r.engine_dtype.itemsize, r.config.sampling
-    if (speculation := r.config.rollout.speculation) == "adaptive":
-        budget = max(arm.budget for arm in default_arms(drafter_kinds(r.drafter is not None)))
-    else:
-        budget = Strategy.parse(speculation).budget
+    match r.config.rollout.speculation:
+        case Off():
+            budget = 0
+        case Adaptive():
+            budget = max(arm.budget for arm in default_arms(drafter_kinds(r.drafter is not None)))
+        case Fixed(strategy):
+            budget = strategy.budget
     tokens = min(PREFILL_TOKENS, max(r.longest, r.num_slots * r.longest_prompt))
     attention = (c.num_qkv + c.num_heads) * c.head_dim
     width = 4 * c.intermediate_size + 3 * c.hidden_size + attention + captured_size(r)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tlt.base.config.schema import Config
+from tlt.base.speculation import Off
 from tlt.base.types import resolve_dtype
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import DrafterShape
@@ -112,7 +113,7 @@ class PlannedRun:
 
     @property
     def drafts_by_learned(self) -> bool:
-        return self.drafter is not None and self.config.rollout.speculation != "off"
+        return self.drafter is not None and not isinstance(self.config.rollout.speculation, Off)
 
     @property
     def drafter_parameters(self) -> int:

@@ -22,6 +22,7 @@ from tlt.base.config.schema import Config
 from tlt.base.io.hub import Repository, pin_dataset, pin_model
 from tlt.base.io.plugins import without_folder
 from tlt.base.io.text import quoted
+from tlt.base.speculation import Off
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.shape import DrafterShape
@@ -272,8 +273,8 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
     model, device = findings.model, device_of(config)
     run, rollout, drafter = config.run, config.rollout, config.drafter
     num_parameters = count_parameters(model)
-    speculation = rollout.speculation
-    if speculation != "off":
+    speculation = str(rollout.speculation)
+    if not isinstance(rollout.speculation, Off):
         speculation += ", by retrieval alone" if drafter.path is None else f", drafter {_named(drafter.path)}"
         speculation += ", trained in idle time" if drafter.train else ""
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from tlt.base.config.engine import EngineSection
 from tlt.base.config.mistakes import mistake
 from tlt.base.kinds import NonNegativeFloat, NonNegativeInt, Problems, Samples
-from tlt.base.strategy import Strategy
+from tlt.base.speculation import Adaptive, Fixed, Off, Speculation, parse_speculation
 from tlt.base.types import UserError
 
 
-def may_use_references(speculation: str, tuner: str = "cost-model") -> bool:
-    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).uses_references
+def _read_speculation(value: Any) -> Speculation:
+    if isinstance(value, Speculation):
+        return value
+    try:
+        return parse_speculation(str(value))
+    except UserError:
+        remedy = "give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4"
+        raise mistake(remedy) from None
+
+
+SpeculationKey = Annotated[
+    Speculation, PlainValidator(_read_speculation), PlainSerializer(str), WithJsonSchema({"type": "string"})
+]
+
+
+def may_use_references(speculation: Speculation, tuner: str = "cost-model") -> bool:
+    match speculation:
+        case Off():
+            return False
+        case Adaptive():
+            return tuner == "cost-model"
+        case Fixed(strategy):
+            return strategy.uses_references
 
 
 class RolloutSection(EngineSection):
@@ -24,7 +45,7 @@ class RolloutSection(EngineSection):
     """Problems that each policy step answers."""
     samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
     """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
-    speculation: str = "adaptive"
+    speculation: SpeculationKey = Adaptive()
     """How tokens are drafted: off, adaptive (chosen at every decoding step, off included), or fixed as
     [DRAFTER:]DEPTHxWIDTHxBUDGET, such as 4x1x4. DRAFTER is learned, ngram (retrieval from the problem's own
     responses), hybrid (both), ahead (earlier responses drawn with the same noise, docs/ahead.md) or
@@ -65,14 +86,3 @@ class RolloutSection(EngineSection):
         """Whether drafts come from references: earlier responses drawn with the same noise."""
         is_used = may_use_references(self.speculation, self.tuner)
         return is_used and self.references_mib > 0 and self.engine == "tlt"
-
-    @field_validator("speculation")
-    @classmethod
-    def _is_strategy(cls, value: str) -> str:
-        if value != "adaptive":
-            try:
-                Strategy.parse(value)
-            except UserError:
-                remedy = "give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4"
-                raise mistake(remedy) from None
-        return value

@@ -37,7 +37,7 @@ from tlt.base.kinds import (
     Threads,
     WeightDecay,
 )
-from tlt.base.strategy import Strategy
+from tlt.base.speculation import Fixed
 from tlt.base.types import UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
@@ -285,14 +285,14 @@ class Config(Section):
         if self.drafter.train and not has_drafter:
             what = "drafter.train is true but drafter.path is not set"
             yield f"{what}: give a drafter folder, or set it to false"
-        if speculation not in ("off", "adaptive"):
-            kind = Strategy.parse(speculation, "learned" if has_drafter else "ngram").drafter
+        if isinstance(speculation, Fixed):
+            kind = speculation.drafted_by("learned" if has_drafter else "ngram").drafter
             other = kind.removeprefix("ahead+")
             if other not in ("learned", "ngram", "hybrid", "ahead"):
                 what = f"rollout.speculation names the drafter {kind!r}"
                 yield f"{what}: give learned, ngram, hybrid or ahead"
             if other in ("learned", "hybrid") and not has_drafter:
-                what = f"rollout.speculation is {speculation!r} but drafter.path is not set"
+                what = f"rollout.speculation is {str(speculation)!r} but drafter.path is not set"
                 yield f"{what}: give a drafter folder, or use ngram, which needs none"
         if rollout.ahead and not rollout.uses_references:
             what = f"rollout.ahead is {rollout.ahead}, but nothing would draft from what is generated"

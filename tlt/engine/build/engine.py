@@ -18,6 +18,7 @@ from torch import Tensor
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.vllm import VllmSection
 from tlt.base.spans import Span
+from tlt.base.speculation import Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
@@ -44,14 +45,13 @@ from tlt.speculation.tuner.tuner import make_tuner
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
-    tuner: of adaptive speculation, "cost-model" or "beg-mab".
+    """tuner: of adaptive speculation, "cost-model" or "beg-mab".
     borrows: share the policy's tensors where the layout allows.
     kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
     window: tokens of the longest sequence; None: the model's.
     """
 
-    speculation: str = "off"
+    speculation: Speculation = field(default_factory=Off)
     tuner: str = "cost-model"
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
@@ -200,7 +200,7 @@ def load_engine(
     verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
-    stored = load_stored_drafter(None if settings.speculation == "off" else drafter, model)
+    stored = load_stored_drafter(None if isinstance(settings.speculation, Off) else drafter, model)
     return build_backend(model, settings, stored, verify=verify, references=references)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt.base.spans import Span
+from tlt.base.speculation import Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
@@ -22,7 +23,7 @@ from tlt.engine.build.model import open_model
 from tlt.engine.sequence import Decode
 from tlt.engine.vllm.check import check_law
 from tlt.engine.vllm.drafter import VllmDrafter, export_for_vllm
-from tlt.engine.vllm.engine import Speculation, VllmEngine
+from tlt.engine.vllm.engine import Drafting, VllmEngine
 from tlt.engine.vllm.link import Link
 from tlt.engine.vllm.settings import VllmSettings
 from tlt.engine.vllm.strategies import draft_depths, vllm_kinds
@@ -39,8 +40,7 @@ NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_l
 class VllmPlan:
     settings: VllmSettings
     """Without a drafter."""
-    speculation: str
-    """As in EngineSettings."""
+    speculation: Speculation
     tuner: str
     trains: bool = False
     """The drafter is trained or measured here, which needs a copy of the policy in our layout."""
@@ -106,7 +106,7 @@ def build_vllm(
         link,
         max_batch_size=settings.max_batch_size,
         window=settings.window,
-        speculation=Speculation(tuner, drafter, copy),
+        drafting=Drafting(tuner, drafter, copy),
         on_span=on_span,
         decode=decode,
     )

@@ -31,7 +31,7 @@ from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, StepOutco
 
 
 @dataclass(frozen=True)
-class Speculation:
+class Drafting:
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: PackedTransformer | None = None
@@ -47,14 +47,14 @@ class VllmEngine(RolloutBackend):
         *,
         max_batch_size: int,
         window: int,
-        speculation: Speculation = Speculation(),
+        drafting: Drafting = Drafting(),
         on_span: Callable[[Span], None] | None = None,
         decode: Decode | None = None,
     ) -> None:
-        super().__init__(max_batch_size, window, tuner=speculation.tuner, on_span=on_span, decode=decode)
+        super().__init__(max_batch_size, window, tuner=drafting.tuner, on_span=on_span, decode=decode)
         self.link, self.device = link, link.device
-        self.drafter: VllmDrafter | None = speculation.drafter
-        self.target = speculation.target
+        self.drafter: VllmDrafter | None = drafting.drafter
+        self.target = drafting.target
         self._running: dict[str, Sequence] = {}
         self._has_spoilt_caches = False
         """A broken policy may have left NaN in vLLM's caches."""

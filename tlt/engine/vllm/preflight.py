@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import Speculation
 from tlt.base.types import UserError
 from tlt.engine.vllm.inside.release import check_installed
 from tlt.engine.vllm.strategies import check_speculation
@@ -14,7 +15,7 @@ VLLM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_vllm(
-    speculation: str,
+    speculation: Speculation,
     has_learned: bool,
     dtype: torch.dtype,
     device: str,

@@ -18,6 +18,7 @@ from typing import Any
 
 from tlt import __version__
 from tlt.base.io.extras import DISTRIBUTION, how_to_install
+from tlt.base.speculation import Adaptive, Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.engine.vllm.environment import PLUGIN, read_facts
@@ -48,8 +49,7 @@ class Served:
     name: str
     """The model's name in requests."""
     dtype: str = "auto"
-    speculation: str = "off"
-    """As in EngineSettings."""
+    speculation: Speculation = field(default_factory=Off)
     kinds: tuple[str, ...] = ()
     """See `vllm_kinds`."""
     drafter: Mapping[str, Any] | None = None
@@ -138,7 +138,8 @@ def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) ->
 
 def options(installed: Installed, served: Served) -> dict[str, str | None]:
     """A None is an option without a value."""
-    is_adaptive, law = served.speculation == "adaptive" and served.drafter is not None, dict[str, Any]()
+    is_adaptive = isinstance(served.speculation, Adaptive) and served.drafter is not None
+    law = dict[str, Any]()
     if is_adaptive:
         law["tuner"] = to_json(served.prior)
     found: dict[str, str | None] = {

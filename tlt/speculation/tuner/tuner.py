@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlt.base.speculation import Adaptive, Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.speculation.tuner.beg_mab import BegMab, groups_of
@@ -84,7 +85,7 @@ def check_depth(strategy: Strategy, learned_depth: int) -> None:
 
 
 def make_tuner(
-    speculation: str,
+    speculation: Speculation,
     kinds: Sequence[str],
     name: str = "cost-model",
     max_depth: int = Strategy.MAX_DEPTH,
@@ -92,20 +93,19 @@ def make_tuner(
     prior: CostPrior = UNKNOWN,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
-    """Returns None for `off`. Raises UserError for a strategy whose drafter does not exist.
+    """Returns None for Off. Raises UserError for a strategy whose drafter does not exist.
 
-    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET.
     kinds: of the drafters that exist, the preferred first.
-    name: of the tuner behind `adaptive`, cost-model or beg-mab.
+    name: of the tuner behind Adaptive, cost-model or beg-mab.
     max_depth, learned_depth: see `default_arms`.
     """
-    if speculation == "off":
+    if isinstance(speculation, Off):
         return None
-    if speculation != "adaptive":
-        strategy = Strategy.parse(speculation, kinds[0])
-        if strategy.is_off or strategy.drafter not in kinds:
+    if not isinstance(speculation, Adaptive):
+        strategy = speculation.drafted_by(kinds[0])
+        if strategy.drafter not in kinds:
             raise UserError(
-                f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is "
+                f"speculation: {str(speculation)!r} needs a drafter of kind {strategy.drafter}; there is "
                 f"{', '.join(kinds)}"
             )
         if strategy.drafter == "learned":

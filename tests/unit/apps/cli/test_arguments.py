@@ -21,6 +21,7 @@ from tlt.apps.cli.generate import Generate
 from tlt.apps.cli.options import parse_options
 from tlt.apps.cli.train import Train
 from tlt.base.config.schema import Config
+from tlt.base.speculation import parse_speculation
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
@@ -166,7 +167,7 @@ def test_a_command_keeps_a_default_of_its_own() -> None:
         ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"],
     )
     assert (options.temperature, options.max_tokens, options.samples) == (0.0, 512, 8)
-    assert options.speculation == ("off", "4x1x4")
+    assert options.speculation == tuple(map(parse_speculation, ("off", "4x1x4")))
     assert options == AuditEngine.model_validate(options.model_dump())
 
 

@@ -107,7 +107,7 @@ def test_generate_refuses_the_same_problem_twice(model: Path, capsys: pytest.Cap
     ("words", "part"),
     [
         ("--speculation learned:4x1x4", "'learned:4x1x4' needs a drafter of kind learned; there is ngram"),
-        ("--speculation fast", "speculation: 'fast' is no strategy"),
+        ("--speculation fast", "--speculation: is fast; give off, adaptive or DEPTHxWIDTHxBUDGET"),
         ("--speculation adaptive --drafter no", "--drafter: no does not exist"),
         ("--top-p 0", "--top-p: is 0; it must be greater than 0"),
         ("--samples 0", "--samples: is 0; it must be greater than or equal to 1"),

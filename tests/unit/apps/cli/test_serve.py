@@ -127,7 +127,7 @@ def test_a_strategy_that_no_server_has_is_refused_before_anything_is_exported(
 ) -> None:
     for asked, sentence in (
         ("3x2x5", "is a tree"),
-        ("9", "is no strategy"),
+        ("9", "--speculation: is 9; give off, adaptive or DEPTHxWIDTHxBUDGET"),
         ("ahead:8x1x8", "names the drafter ahead"),
     ):
         assert sentence in fail(capsys, "serve", str(run), "--step", "1", "--speculation", asked)

@@ -21,6 +21,7 @@ from tlt.apps.plan.sizes import GIB, PlannedRun
 from tlt.apps.run.start import preflight
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
+from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.forms import new_model
@@ -115,9 +116,9 @@ def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> 
     shape = drafter_shape(policy.config, kind)
     stored = StoredDrafter(shape, new_model(shape).initialize(0).state_dict(), {})
     run = make_run(
-        policy.config, **{"run.dtype": "float64", "rollout.speculation": "adaptive", "drafter.train": trains}
+        policy.config, **{"run.dtype": "float64", "rollout.speculation": Adaptive(), "drafter.train": trains}
     )
-    settings = EngineSettings("adaptive", dtype=torch.float64, max_batch_size=64, drafting=run.config.drafter)
+    settings = EngineSettings(Adaptive(), dtype=torch.float64, max_batch_size=64, drafting=run.config.drafter)
     engine = build_engine(policy.config, dict(policy.named_parameters()), settings, stored)
     run = replace(run, drafter=shape)
     for length in (1, 128, 129, 500):

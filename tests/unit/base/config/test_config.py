@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tlt.base.config.load import load_config, read_overrides
 from tlt.base.config.rollout import RolloutSection
 from tlt.base.config.schema import Config, ModelSection, TaskSection
+from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
 
 QUICKSTART = Path(__file__).parents[4] / "recipes" / "countdown" / "quickstart.toml"
@@ -52,7 +53,7 @@ def mistake(path: Path, *overrides: str) -> str:
 
 def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     config = load_config(folder / "run.toml")
-    assert config.rollout.speculation == "adaptive"
+    assert config.rollout.speculation == Adaptive()
     assert (config.run.num_ranks, config.run.dtype) == ("auto", "auto")
     assert (config.evaluation.num_problems, config.run.time_limit_minutes) == (64, None)
     assert config.drafter.path is None

@@ -12,6 +12,7 @@ import torch
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy, make_requests, tokens_of
 from tests.refused import refused
 from tlt.base.spans import Span
+from tlt.base.speculation import Off, parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams, UserError
 from tlt.engine.own.engine import RolloutEngine
@@ -114,7 +115,7 @@ def test_the_span_of_a_step_tells_strategy_batch_size_and_tokens() -> None:
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
-    engine = make_engine(POLICY, tuner=make_tuner("off", ["learned"]))
+    engine = make_engine(POLICY, tuner=make_tuner(Off(), ["learned"]))
     assert engine.tuner is None
     tokens_of(engine, make_requests(3, 2, seed=0))
     assert engine.drafter.kinds == ()
@@ -230,5 +231,5 @@ def test_acceptance_counts_as_vllm_counts_it() -> None:
 @pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast", "33x1x33"])
 def test_a_strategy_that_makes_no_sense_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(UserError) as error:
-        make_tuner(text, ["learned"])
+        make_tuner(parse_speculation(text), ["learned"])
     assert "\n" not in str(error.value)

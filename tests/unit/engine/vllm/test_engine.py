@@ -24,7 +24,7 @@ from tests.unit.engine.own.test_sequence import assert_account_for_all
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Rollout, SamplingParams
 from tlt.engine.vllm.check import check_law, probes
-from tlt.engine.vllm.engine import Speculation, VllmEngine
+from tlt.engine.vllm.engine import Drafting, VllmEngine
 from tlt.engine.vllm.inside.law import LawTable, RowLaw
 from tlt.engine.vllm.inside.verified import Verified
 from tlt.speculation.law.params import BatchParams
@@ -183,8 +183,8 @@ CHAINS = [Strategy.OFF, *(Strategy("ngram", depth, 1, depth) for depth in (1, 2,
 
 
 def engine_over(link: Any, tuner: Any = None, **options: Any) -> VllmEngine:
-    speculation = Speculation(tuner)
-    return VllmEngine(link, max_batch_size=SLOTS, window=WINDOW, speculation=speculation, **options)
+    drafting = Drafting(tuner)
+    return VllmEngine(link, max_batch_size=SLOTS, window=WINDOW, drafting=drafting, **options)
 
 
 def by_the_law(request: Request, logits_VV: Tensor = LOGITS_VV) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 import tlt.speculation.law.draw as draw_module
 from tests.lossless.helpers import PARAMS
 from tests.refused import refused
+from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request, SamplingParams
 from tlt.engine.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.engine.vllm.strategies import check_speculation, draft_depths, vllm_kinds
@@ -197,7 +198,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("speculation", "has_learned", "kinds", "depth"),
+    ("text", "has_learned", "kinds", "depth"),
     [
         ("off", True, (), 0),
         ("adaptive", True, ("learned",), 8),
@@ -207,9 +208,8 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
         ("ngram:3x1x3", True, ("ngram",), 3),
     ],
 )
-def test_one_drafter_and_its_depth(
-    speculation: str, has_learned: bool, kinds: tuple[str, ...], depth: int
-) -> None:
+def test_one_drafter_and_its_depth(text: str, has_learned: bool, kinds: tuple[str, ...], depth: int) -> None:
+    speculation = parse_speculation(text)
     check_speculation(speculation, has_learned)
     assert vllm_kinds(speculation, has_learned) == kinds
     assert draft_depths(speculation, kinds, 8)[-1] == depth
@@ -231,4 +231,4 @@ def test_what_vllm_cannot_draft_is_refused_in_one_line(
     speculation: str, has_learned: bool, message: str
 ) -> None:
     with refused(message):
-        check_speculation(speculation, has_learned)
+        check_speculation(parse_speculation(speculation), has_learned)

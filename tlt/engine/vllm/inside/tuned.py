@@ -15,6 +15,7 @@ from typing import Any
 from vllm import envs
 from vllm.logger import init_logger
 
+from tlt.base.speculation import Adaptive
 from tlt.base.strategy import Strategy
 from tlt.engine.stats import EngineStats
 from tlt.engine.vllm.inside.scheduler import LengthScheduler
@@ -35,7 +36,7 @@ class TunedScheduler(LengthScheduler):
         kind = "ngram" if "ngram" in config.speculative_config.method else "learned"
         lengths = config.speculative_config.num_speculative_tokens_per_batch_size
         tuner = make_tuner(
-            "adaptive",
+            Adaptive(),
             (kind,),
             max_depth=max(length for *_, length in lengths),
             abilities=Abilities(trees=False, shadow_drafts=False),
