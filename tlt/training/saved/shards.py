@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's checkpoints
@@ -197,23 +198,17 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Raises OSError, ValueError or KeyError for foreign files."""
+    """Raises OSError, SafetensorError, ValueError or KeyError for foreign files."""
     found: dict[str, StoredTensor] = {}
     for path in files:
-        with path.open("rb") as file:
-            header, _ = _read_header(file)
-        pieces = json.loads(header.pop("__metadata__")["pieces"])
-        for name, described in header.items():
-            whole, offset = pieces[name]
-            piece = (path.name, tuple(offset), tuple(described["shape"]))
-            before = found[name].pieces if name in found else ()
-            found[name] = StoredTensor(described["dtype"], tuple(whole), (*before, piece))
+        with safe_open(path, "pt") as file:
+            pieces = json.loads(file.metadata()["pieces"])
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                (whole, offset), described = pieces[name], file.get_slice(name)
+                piece = (path.name, tuple(offset), tuple(described.get_shape()))
+                before = found[name].pieces if name in found else ()
+                found[name] = StoredTensor(described.get_dtype(), tuple(whole), (*before, piece))
     return found
-
-
-def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(file.read(8), "little")
-    return json.loads(file.read(length)), 8 + length
 
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,29 +225,17 @@ def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
     """Fills this process's part of each tensor in place, a piece at a time. The caller has compared names,
-    shapes, dtypes and digests. Files are not mapped: a file removed later frees its disk space."""
+    shapes, dtypes and digests."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
         for file_name, offset, shape in stored[name].pieces:
             wanted.setdefault(file_name, []).append((name, (offset, shape)))
     for file_name, pieces in wanted.items():
-        with (folder / file_name).open("rb") as file:
-            header, begin = _read_header(file)
+        with safe_open(folder / file_name, "pt") as file:
             for name, piece in pieces:
                 local, box = local_box(tensors[name])
                 if (common := common_box(box, piece)) is not None:
-                    start = begin + header[name]["data_offsets"][0]
-                    local[_window(common, box)].copy_(_read_window(file, start, local.dtype, piece, common))
-
-
-def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, common: Box) -> Tensor:
-    window, shape = _window(common, piece), piece[1]
-    rows = window[0] if window else slice(0, 1)
-    row_bytes = dtype.itemsize * math.prod(shape[1:])
-    file.seek(start + rows.start * row_bytes)
-    data = bytearray(file.read((rows.stop - rows.start) * row_bytes))
-    values = torch.frombuffer(data, dtype=dtype)
-    return values.view(-1, *shape[1:])[:, *window[1:]] if window else values[0]
+                    local[_window(common, box)].copy_(file.get_slice(name)[_window(common, piece)])
 
 
 def common_box(a: Box, b: Box) -> Box | None:
