@@ -27,16 +27,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from torch.distributed.launcher import api as launcher
-
 from tlt.apps.run.start import describe_saved
 from tlt.base.clock import Moment
 from tlt.base.config.load import load_config
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.training import loop
 from tlt.training.build.ranks import all_ranks
+from tlt.training.launch import local
 from tlt.training.launch.failures import Restarts
-from tlt.training.launch.local import launch
 from tlt.training.launch.signals import StopRequest
 from tlt.training.saved import journal
 from tlt.training.saved.journal_file import JournalRecord, read_records
@@ -95,18 +93,13 @@ def run(folder: Path) -> int:
     config = load_config(folder.parent / "run.toml", {"run.out_dir": folder / "run"})
     restarts = Restarts(len(kills) + EXTRA_RESTARTS, lambda: describe_saved(config.run.out_dir))
     argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, Moment.now())})
-    return launch(argument, all_ranks(config), "tests.faults.victim:main", restarts=restarts)
+    return local.launch(argument, all_ranks(config), "tests.faults.victim:main", restarts=restarts)
 
 
 def fork_ranks() -> None:
     """Makes the launcher fork ranks instead of spawning them, which saves their imports. All else is as in
     `tlt train`."""
-    make = launcher.LaunchConfig
-
-    def forked(**given: Any) -> launcher.LaunchConfig:
-        return make(**{**given, "start_method": "fork"})
-
-    launcher.LaunchConfig = forked  # type: ignore[assignment, misc]  # a function stands in for the class
+    local.START_METHOD = "fork"
 
 
 def read_plan(folder: Path) -> list[Kill]:

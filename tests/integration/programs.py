@@ -30,7 +30,6 @@ from tlt.speculation.law import compiled
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch._dynamo",
-    "torch.distributed.launcher.api",
     "tlt.apps.cli.commands",
     "tlt.training.ranks.world",
     "tlt.training.run",

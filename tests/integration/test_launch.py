@@ -158,13 +158,12 @@ def enter_late(scenario, stop):
 
 
 def fork_ranks():
-    """Has torch's agent fork the ranks from this process, which has imported what they need."""
+    """Has the launcher fork the ranks from this process, which has imported what they need."""
     import warnings
-    from torch.distributed.launcher import api
+    from tlt.training.launch import local
 
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # Python 3.12
-    config = api.LaunchConfig
-    api.LaunchConfig = lambda **options: config(**{**options, "start_method": "fork"})
+    local.START_METHOD = "fork"
 
 
 def play(name, scenario, num_ranks, grace, environ, num_restarts, is_spawned):
@@ -193,7 +192,6 @@ def play(name, scenario, num_ranks, grace, environ, num_restarts, is_spawned):
 
 
 if __name__ == "__main__":
-    import torch.distributed.launcher.api
     import tlt.training.ranks.world
 
     os.chdir(sys.argv[1])
@@ -255,7 +253,7 @@ def kill_launcher_while_its_ranks_import(launcher: int, _: list[int]) -> None:
 
 
 def wait_for_ranks(launcher: int, num: int) -> list[int]:
-    """The agent starts the ranks in their order; what else the launcher has started runs another program."""
+    """The launcher starts the ranks in their order; what else the launcher has started runs another program."""
     deadline = time.monotonic() + 60
     while len(found := spawned_by(launcher)) < num and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -505,7 +503,7 @@ def test_the_rank_that_was_killed_is_named_and_no_other(
 
 @pytest.mark.parametrize("name", ["killed beside two that compute", "killed beside one that polls"])
 def test_the_others_leave_at_once_when_a_rank_is_killed(outcomes: dict[str, Outcome], name: str) -> None:
-    assert outcomes[name].seconds < 25, "the agent's own patience is 30 s"
+    assert outcomes[name].seconds < 25, "a collective's patience is 60 s"
 
 
 def test_a_rank_that_exits_by_itself_is_named_with_its_exit_code(outcomes: dict[str, Outcome]) -> None:
@@ -593,7 +591,7 @@ def test_ranks_that_do_not_finish_are_killed(outcomes: dict[str, Outcome], name:
     outcome = outcomes[name]
     assert outcome.code == 130
     assert said in outcome.stderr
-    assert outcome.seconds < 25, "the agent's own patience is 30 s"
+    assert outcome.seconds < 25, "a collective's patience is 60 s"
     assert not outcome.survivors
 
 

@@ -250,7 +250,6 @@ class RewardPool:
             except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
                 result = error
             self._done.put((job, result))
-        place.leave()
 
     def _answer(self, call: Call, place: _Place) -> list[Reward]:
         lost_with = lost_before = 0
@@ -299,10 +298,6 @@ class _Place:
         finally:
             if worker.is_killed:
                 self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
-
-    def leave(self) -> None:
-        for worker in filter(None, (self._worker, self._spare)):
-            worker.kill()
 
     def _start_ahead(self) -> Worker | None:
         with contextlib.suppress(OSError, _Closed):  # the next call then starts it, and has the error

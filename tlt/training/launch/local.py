@@ -1,28 +1,27 @@
 """Starts the ranks of a run on this machine, restarts them if one has died, and reports why they ended.
 
     tlt train ── launch ─┬─ this process is a rank (place.py), or there is one rank: runs the entry here
-                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)
-                              ▲                    └─ rank 1: entry(argument, stop)
-                              └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
+                         └─ Supervisor (signals.py) ─┬─ rank 0: entry(argument, stop)
+                              hears signals          └─ rank 1: entry(argument, stop)
 
-Every attempt has its own agent and store. After a signal no attempt follows.
+Every attempt has its own processes and store. After a signal no attempt follows.
 """
 
 from __future__ import annotations
 
-import logging
+import multiprocessing
 import os
 import pkgutil
-import shutil
 import socket
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from tlt.base.io.processes import how_it_ended
 from tlt.base.io.streams import forgive_output
@@ -51,6 +50,8 @@ from tlt.training.launch.signals import (
 
 Entry = Callable[[str, StopRequest], object]
 _LOOPBACK = "127.0.0.1"
+START_METHOD = "spawn"
+"""Of the ranks' processes; tests fork them, which saves their imports."""
 
 
 def launch(
@@ -59,7 +60,6 @@ def launch(
     entry: Entry | str,
     threads_per_rank: int = 1,
     grace_seconds: float = GRACE_SECONDS,
-    monitor_seconds: float = 0.1,
     restarts: Restarts | None = None,
     go_on: str = "",
 ) -> int:
@@ -80,10 +80,9 @@ def launch(
         return run_here(argument, entry, go_on)
     assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
     restarts = restarts or Restarts()
-    supervising = Supervisor(num_ranks, grace_seconds, go_on)
-    with _quiet_agent(), _environment(threads_per_rank), supervising as supervisor:
+    with _environment(threads_per_rank), Supervisor(grace_seconds, go_on) as supervisor:
         while True:
-            ending = _attempt(argument, entry, supervisor, monitor_seconds)
+            ending = _attempt(argument, num_ranks, entry, supervisor)
             if isinstance(ending, int):
                 return ending
             restore_terminal()
@@ -94,7 +93,6 @@ def launch(
                 restarts.limit = 0
             if not restarts.follows(ending):
                 return EXIT_USER_ERROR if ending.is_user_error else EXIT_FAILURE
-            supervisor.forget_ranks()
 
 
 def is_rank(num_ranks: int) -> bool:
@@ -127,27 +125,27 @@ def _resolve(entry: Entry | str) -> Entry:
 
 
 def _run_rank(
+    environ: Mapping[str, str],
     entry: Entry | str,
     argument: str,
-    report_dir: str,
     shared_stop: SharedStop,
     launcher: int,
     meeting: socket.socket,
 ) -> None:
     """meeting: the open port of the ranks' store, which rank 0 serves."""
-    if os.environ["RANK"] == "0":
+    os.environ.update(environ)
+    rank = int(environ["RANK"])
+    if rank == 0:
         os.environ[LISTENING] = str(meeting.detach())
     meeting.close()
     stop = StopRequest(shared_stop)
-    is_finished = listen_as_rank(stop, launcher)
-    os.environ[REPORTS] = report_dir
-    forgive_output(says_so=os.environ["RANK"] == "0")
+    listen_as_rank(stop, launcher)
+    forgive_output(says_so=rank == 0)
     try:
         _resolve(entry)(argument, stop)
-        is_finished.set()
     except Exception as error:  # whatever it is, the launcher has to hear of it before this process ends
-        failure = RankFailure.of(error, int(os.environ["RANK"]))
-        failure.write(Path(report_dir))
+        failure = RankFailure.of(error, rank)
+        failure.write(Path(environ[REPORTS]))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER_ERROR if failure.is_user_error else EXIT_FAILURE)
@@ -157,49 +155,40 @@ def _run_rank(
 
 
 def _attempt(
-    argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float
+    argument: str, num_ranks: int, entry: Entry | str, supervisor: Supervisor
 ) -> int | AttemptFailure:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from tlt.training.launch import local_rendezvous
-
-    meeting = _open_meeting()
-    report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
-    os.environ[SECRET] = uuid.uuid4().hex
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=supervisor.num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=local_rendezvous.register_rendezvous(),
-        rdzv_endpoint=f"{_LOOPBACK}:{meeting.getsockname()[1]}",
-        local_addr=_LOOPBACK,
-        max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
-        monitor_interval=monitor_seconds,
-        start_method="spawn",
-        signals_to_handle="SIGQUIT",  # Ctrl-\; SIGINT and SIGTERM are the supervisor's
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
-    try:
-        given = argument, report_dir, supervisor.stop, os.getpid(), meeting
-        elastic_launch(config, _run_rank)(entry, *given)
-        return _exit_code(supervisor.stop.heard)
-    except SignalException as quit:
-        return 128 + int(quit.sigval)
-    except ChildFailedError as failed:
-        if supervisor.has_killed:
+    context: Any = multiprocessing.get_context(START_METHOD)
+    with (
+        _open_meeting() as meeting,
+        tempfile.TemporaryDirectory(prefix="tlt-launch-", ignore_cleanup_errors=True) as folder,
+    ):
+        environ = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(meeting.getsockname()[1]),
+            SECRET: uuid.uuid4().hex,
+            REPORTS: folder,
+        }
+        ranks = [
+            context.Process(
+                target=_run_rank,
+                args=(
+                    {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    entry,
+                    argument,
+                    supervisor.stop,
+                    os.getpid(),
+                    meeting,
+                ),
+            )
+            for rank in range(num_ranks)
+        ]
+        first = supervisor.run(ranks)
+        if not first or supervisor.has_killed:
             return _exit_code(supervisor.stop.heard)
-        exit_codes = {rank: process.exitcode for rank, process in enumerate(supervisor.processes)}
-        exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
-        ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)
-        first = next(filter(None, ended), list(exit_codes))
-        reports = [RankFailure.read(path) for path in Path(report_dir).glob("rank*.json")]
-        return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
-    finally:
-        meeting.close()
-        shutil.rmtree(report_dir, ignore_errors=True)
+        reports = [RankFailure.read(path) for path in Path(folder).glob("rank*.json")]
+        return find_cause(reports, first, lambda rank: how_it_ended(ranks[rank].exitcode))
 
 
 def _open_meeting() -> socket.socket:
@@ -220,20 +209,6 @@ def _open_meeting() -> socket.socket:
 
 
 @contextmanager
-def _quiet_agent() -> Iterator[None]:
-    names = "torch.distributed.elastic", "torch.multiprocessing.spawn"
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
     """Other users of the machine can reach its loopback, but read nothing without the attempt's secret
     (docs/security.md)."""
@@ -246,13 +221,10 @@ def _environment(threads_per_rank: int) -> Iterator[None]:
     }
     if sys.platform == "linux":
         added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    previous = dict(os.environ)
     os.environ.update(added)
     try:
         yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(previous)

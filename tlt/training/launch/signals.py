@@ -1,9 +1,8 @@
 """How launcher and ranks react to SIGINT, SIGTERM and the death of a rank.
 
-    terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
-                            ▲ sees SharedStop set, and in which order the ranks end
-    terminal, kill ──▶ a thread of every rank ───────────────▶ sets SharedStop, which every rank's entry polls
-    torch's agent  ──▶ the same thread: another rank failed ──▶ the rank leaves at once
+    terminal, kill ──▶ Supervisor, in the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
+                            ▲ sees SharedStop set, and which rank ends first
+    terminal, kill ──▶ a thread of every rank ───────▶ sets SharedStop, which every rank's entry polls
 
 Without this module a rank would die of KeyboardInterrupt in the middle of a step.
 """
@@ -13,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
@@ -36,8 +34,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 120.0
 """Seconds for ranks to finish after the first signal or their launcher's death."""
 STOPPING = "stopping after the work under way; Ctrl-C again ends at once"
+_LOST = "the step under way is lost"
 REPEAT_SECONDS = 1.0
 """Two signals within this time count as one: torchrun repeats the terminal's SIGINT."""
+_SETTLE_SECONDS = 0.1
+"""After the first failure another rank may be writing a report of its own."""
 
 
 class SharedStop:
@@ -111,7 +112,7 @@ def restore_terminal() -> None:
 
 
 def _ended_at_once(go_on: str) -> str:
-    return "stopped at once; the step under way is lost" + (f"; go on with: {go_on}" if go_on else "")
+    return f"stopped at once; {_LOST}" + (f"; go on with: {go_on}" if go_on else "")
 
 
 # -- one rank, in the process of the command -----------------------------------------------------------------
@@ -147,11 +148,10 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
 # -- one of several ranks ------------------------------------------------------------------------------------
 
 
-def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
-    """Hears signals and notices the launcher's death, in threads. Returns the event that the rank sets when
-    its entry has returned.
+def listen_as_rank(stop: StopRequest, launcher: int) -> None:
+    """Hears signals and notices the launcher's death, in a thread.
 
-    The rank inherits blocked signals (see `Supervisor`), and they stay blocked: a thread hears them even
+    The rank inherits blocked signals (see `Supervisor`), and they stay blocked: the thread hears them even
     while the main thread waits in a collective.
 
     launcher: its process id, from the launcher itself; after its death the parent is another.
@@ -159,148 +159,102 @@ def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:
         os._exit(128 + signal.SIGTERM)
-    is_finished = threading.Event()
-    threading.Thread(target=_hear_signals, args=(launcher, stop), daemon=True).start()
-    threading.Thread(target=_leave_when_orphaned, args=(launcher, stop, is_finished), daemon=True).start()
-    return is_finished
+    threading.Thread(target=_listen, args=(stop, launcher), daemon=True).start()
 
 
-def _hear_signals(launcher: int, stop: StopRequest) -> None:
-    """A SIGTERM of the launcher ends the process: its agent ends this rank because another failed."""
-    while True:
-        heard = signal.sigwaitinfo(STOP_SIGNALS)
-        if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
-            os._exit(128 + signal.SIGTERM)
-        stop.ask(signal.Signals(heard.si_signo))
-
-
-def _leave_when_orphaned(
-    launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
-) -> None:
-    """Ends the process after its entry or the grace period: torch's wrapper would wait forever for a launcher
-    that reads its return value."""
+def _listen(stop: StopRequest, launcher: int, grace_seconds: float = GRACE_SECONDS) -> None:
+    """Ends the process after the grace period: its entry may wait for a rank that has died."""
     while os.getppid() == launcher:
-        time.sleep(1.0)
-    stop.signal = signal.SIGTERM
-    is_finished.wait(grace_seconds)
+        if heard := signal.sigtimedwait(STOP_SIGNALS, 1.0):
+            stop.ask(signal.Signals(heard.si_signo))
+    stop.ask(signal.SIGTERM)
+    time.sleep(grace_seconds)
     os._exit(128 + signal.SIGTERM)
 
 
 # -- the launcher of several ranks ---------------------------------------------------------------------------
 
 
-class Supervisor(threading.Thread):
-    """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is in torch's agent.
+class Supervisor:
+    """Starts ranks and waits for their end. Hears SIGINT and SIGTERM meanwhile."""
 
-    The main thread blocks both signals, and the ranks inherit that, so a Ctrl-C waits until they have
-    imported and listen. Python writes the signals' numbers to a socket (wakeup fd), which this thread reads
-    even while the main thread is inside C++.
-
-    deaths: groups of ranks that ended together, in the order of time. The first death wakes this
-        thread before the agent ends the other ranks, so the first group holds the cause.
-    """
-
-    def __init__(self, num_ranks: int, grace_seconds: float, go_on: str = "") -> None:
-        super().__init__(name="tlt-supervisor", daemon=True)
+    def __init__(self, grace_seconds: float, go_on: str = "") -> None:
         self.stop = SharedStop()
         self.has_killed = False
-        self.processes: list[BaseProcess] = []
-        self.deaths: list[list[int]] = []
-        self.num_ranks, self._grace_seconds, self._go_on = num_ranks, grace_seconds, go_on
-        self._others = set(multiprocessing.active_children())
-        self._alive: dict[int, int] = {}  # file descriptor that becomes readable when a rank ends ─▶ rank
-        self._lock = threading.Lock()  # for processes, deaths and _alive
-        self._is_stopping = False
-        self._deadline, self._repeats_until = float("inf"), float("-inf")
-        self._read, self._write = socket.socketpair()
+        self._grace_seconds, self._go_on = grace_seconds, go_on
+        self._is_stopping = self._ends_at_once = False
+        self._deadline = self._repeats_until = float("inf")
 
     def __enter__(self) -> Supervisor:
         # started later by the first rank, it would unblock the signals (Python 3.11)
         resource_tracker.ensure_running()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._previous_handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-        self.start()
-        self._previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._previous = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
-        for number, handler in self._previous_handlers.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_fd)
-        self._write.close()
-        self.join()
-        self._read.close()
 
-    def run(self) -> None:
-        while True:
-            ready = multiprocessing.connection.wait([self._read, *self._alive], timeout=0.1)
-            self._note_deaths([end for end in ready if isinstance(end, int)])
-            if self._read in ready:
-                numbers = self._read.recv(64)
-                if not numbers:
-                    return
-                for number in numbers:
-                    if number in STOP_SIGNALS:
-                        self._hear(signal.Signals(number))
-            if self.stop.heard is not None and not self._is_stopping:
-                self._begin_stop()
-                self._repeats_until = time.monotonic() + REPEAT_SECONDS  # a Ctrl-C reaches all processes
-            if len(self.processes) < self.num_ranks:
-                self._find_ranks()
-            if time.monotonic() > self._deadline and not self.has_killed:
-                late = f"not finished after {self._grace_seconds:g} s"
-                self._kill(f"{late}: the ranks were killed; the step under way is lost")
+    def run(self, ranks: Sequence[BaseProcess]) -> list[int]:
+        """Returns the ranks that failed first, together; the others are then killed. Empty: none failed.
 
-    def forget_ranks(self) -> None:
-        """Call it from the main thread when the last attempt's ranks have ended."""
-        with self._lock:
-            self._others = set(multiprocessing.active_children())
-            self.processes, self.deaths, self._alive = [], [], {}
-        self.stop.is_shown = False
+        Raises OSError where the system has no room for a process.
+        """
+        try:
+            self._start(ranks)
+            alive = set(range(len(ranks)))
+            while alive:
+                wait([ranks[rank].sentinel for rank in alive], timeout=0.1)
+                ended = [rank for rank in sorted(alive) if ranks[rank].exitcode is not None]
+                if failed := [rank for rank in ended if ranks[rank].exitcode]:
+                    time.sleep(_SETTLE_SECONDS)
+                    return failed
+                alive -= set(ended)
+                self._attend(ranks)
+            return []
+        finally:
+            self._kill(ranks)
+            self.stop.is_shown = False
 
-    def _note_deaths(self, ends: list[int]) -> None:
-        with self._lock:
-            if dead := sorted(self._alive.pop(end) for end in ends if end in self._alive):
-                self.deaths.append(dead)
-                self._wake()
+    def _start(self, ranks: Sequence[BaseProcess]) -> None:
+        """The ranks inherit that the signals are blocked, so a Ctrl-C waits until they have imported and
+        listen."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for process in ranks:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _find_ranks(self) -> None:
-        """The agent does not expose the ranks, but their processes' names end in their numbers."""
-        with self._lock:
-            children = set(multiprocessing.active_children()) - self._others
-            if len(children) == self.num_ranks:
-                self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))
-                self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
-
-    def _hear(self, number: signal.Signals) -> None:
+    def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._is_stopping:
-            self.stop.set(number)
-            self._begin_stop()
-        elif number == signal.SIGINT and not self.has_killed and time.monotonic() > self._repeats_until:
-            self._kill(_ended_at_once(self._go_on))
+            self.stop.set(signal.Signals(number))
+            self._repeats_until = 0.0
+        elif number == signal.SIGINT and time.monotonic() > self._repeats_until:
+            self._ends_at_once = True
 
-    def _begin_stop(self) -> None:
-        self._is_stopping = True
-        self._deadline = time.monotonic() + self._grace_seconds
-        if not self.stop.is_shown:
-            say(STOPPING)
-        with self._lock:
-            self._wake()
+    def _attend(self, ranks: Sequence[BaseProcess]) -> None:
+        now = time.monotonic()
+        if self.stop.heard is not None and not self._is_stopping:
+            self._is_stopping = True
+            self._deadline = now + self._grace_seconds
+            # where a rank has heard it first: a Ctrl-C reaches all processes
+            self._repeats_until = min(self._repeats_until, now + REPEAT_SECONDS)
+            if not self.stop.is_shown:
+                say(STOPPING)
+            for process in ranks:  # one that was stopped shall finish its step
+                if process.pid is not None and process.exitcode is None:
+                    os.kill(process.pid, signal.SIGCONT)
+        if self._ends_at_once or now > self._deadline:
+            self.has_killed = True
+            self._kill(ranks)
+            restore_terminal()
+            late = f"not finished after {self._grace_seconds:g} s: the ranks were killed; {_LOST}"
+            say(_ended_at_once(self._go_on) if self._ends_at_once else late)
 
-    def _wake(self) -> None:
-        """Continues ranks stopped by SIGSTOP, so that they can finish their step or leave."""
-        for rank in self._alive.values():
-            pid = self.processes[rank].pid
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-
-    def _kill(self, message: str) -> None:
-        self.has_killed = True
-        for child in multiprocessing.active_children():
-            child.kill()
-        restore_terminal()
-        say(message)
+    def _kill(self, ranks: Sequence[BaseProcess]) -> None:
+        started = [process for process in ranks if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()

@@ -22,10 +22,9 @@ from tlt.training.launch.signals import (
 )
 
 ORPHAN = """
-import os, threading
-from tlt.training.launch.signals import StopRequest, _leave_when_orphaned
-stop, is_finished = StopRequest(), threading.Event()
-_leave_when_orphaned(os.getppid() + 1, stop, is_finished, grace_seconds=0.05)
+import os
+from tlt.training.launch.signals import StopRequest, _listen
+_listen(StopRequest(), os.getppid() + 1, grace_seconds=0.05)
 """
 
 
