@@ -56,24 +56,23 @@ class Place:
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     """None: no launcher has started this process as a rank; `tlt train` starts all ranks in a Slurm step with
     one task. Raises UserError for contradictions."""
-    if "RANK" in environ:
-        place = _torchrun_place(environ)
-    elif "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
-        return None
-    else:
-        place = _slurm_place(environ)
+    source = "RANK, WORLD_SIZE, LOCAL_RANK"
+    if "RANK" not in environ:
+        if "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
+            return None
+        source, environ = "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID", {**environ, **_as_torchrun(environ)}
+    place = _place(environ)
     for name, value, limit_name, limit in (
         ("rank", place.rank, "ranks", place.world_size),
         ("local rank", place.local_rank, "ranks of its machine", place.local_world_size),
     ):
         if not 0 <= value < limit:
             raise UserError(
-                f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; "
-                "start all ranks alike"
+                f"{source}: {name} {value}, but there are {limit} {limit_name}; start all ranks alike"
             )
     if place.local_world_size > place.world_size:
         raise UserError(
-            f"{_source(environ)}: {place.local_world_size} ranks on this machine, but {place.world_size} in "
+            f"{source}: {place.local_world_size} ranks on this machine, but {place.world_size} in "
             "all; start all ranks alike"
         )
     return place
@@ -85,11 +84,6 @@ def check_num_ranks(place: Place | None, num_ranks: int) -> None:
             f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or "
             f"SLURM_NTASKS); remove it, or give --run.num_ranks {place.world_size}"
         )
-
-
-def _source(environ: Mapping[str, str]) -> str:
-    names = "RANK, WORLD_SIZE, LOCAL_RANK", "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
-    return names["RANK" not in environ]
 
 
 def read_number(
@@ -105,14 +99,7 @@ def read_number(
     return int(text)
 
 
-def _port(environ: Mapping[str, str], default: int | None = None) -> int:
-    port = read_number(environ, "MASTER_PORT", default)
-    if not 0 < port < 2**16:
-        raise UserError(f"MASTER_PORT: {port} is no port; give one in [1, 65535]")
-    return port
-
-
-def _torchrun_place(environ: Mapping[str, str]) -> Place:
+def _place(environ: Mapping[str, str]) -> Place:
     rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
     local_rank, local_world_size = 0, 1
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # Kubernetes sets neither: one per machine
@@ -122,7 +109,8 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
     if world_size > 1:
         if not (address := environ.get("MASTER_ADDR", "")):
             raise UserError("MASTER_ADDR: RANK is set, but this is not; give the host of rank 0")
-        port = _port(environ)
+        if not 0 < (port := read_number(environ, "MASTER_PORT")) < 2**16:
+            raise UserError(f"MASTER_PORT: {port} is no port; give one in [1, 65535]")
     return Place(
         rank,
         world_size,
@@ -133,13 +121,9 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         is_server=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         listening=read_number(environ, LISTENING) if LISTENING in environ else None,
         has_own_gpu=environ.get("TLT_OWN_GPU") == "1",
-        is_restart=_is_restart(environ),
+        is_restart=any(environ.get(name, "0") not in ("", "0") for name in ATTEMPTS),
         secret=environ.get(SECRET, ""),
     )
-
-
-def _is_restart(environ: Mapping[str, str]) -> bool:
-    return any(environ.get(name, "0") not in ("", "0") for name in ATTEMPTS)
 
 
 # -- Slurm ---------------------------------------------------------------------------------------------------
@@ -154,26 +138,25 @@ def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> 
     return _slurm_number(environ, of_step if of_step in environ else "SLURM_NTASKS", default)
 
 
-def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """A step's own variables go before the job's."""
-    rank, world_size = _slurm_number(environ, "SLURM_PROCID"), _slurm_num_tasks(environ)
+def _as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would set. A step's own go before the job's."""
+    num_tasks = _slurm_num_tasks(environ)
     nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
     hosts = expand_hosts(next(filter(None, nodes), ""))
     if not hosts:
         raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
     step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Place(
-        rank,
-        world_size,
-        _slurm_number(environ, "SLURM_LOCALID"),
-        _tasks_here(environ, world_size, len(hosts)),
-        environ.get("MASTER_ADDR") or hosts[0],
-        _port(environ, default=15000 + step % 10000),  # below the ports that systems assign themselves
-        is_server=rank == 0,
-        has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
-        is_restart=_is_restart(environ),
-        secret=environ.get(SECRET, ""),
-    )
+    port = 15000 + step % 10000  # below the ports that systems assign themselves
+    return {
+        "RANK": str(_slurm_number(environ, "SLURM_PROCID")),
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": str(_slurm_number(environ, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, num_tasks, len(hosts))),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or hosts[0],
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+        # srun --gpus-per-task=1
+        "TLT_OWN_GPU": str(int("," not in environ.get("CUDA_VISIBLE_DEVICES", ","))),
+    }
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
