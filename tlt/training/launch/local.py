@@ -167,6 +167,7 @@ def _attempt(
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": _LOOPBACK,
             "MASTER_PORT": str(meeting.getsockname()[1]),
+            # other users of the machine can reach its loopback (docs/security.md)
             SECRET: uuid.uuid4().hex,
             REPORTS: folder,
         }
@@ -210,8 +211,6 @@ def _open_meeting() -> socket.socket:
 
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
-    """Other users of the machine can reach its loopback, but read nothing without the attempt's secret
-    (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         # gloo would read an earlier attempt's addresses from a shared store (torch issue 135712)
@@ -221,10 +220,11 @@ def _environment(threads_per_rank: int) -> Iterator[None]:
     }
     if sys.platform == "linux":
         added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    previous = dict(os.environ)
+    previous = {name: os.environ[name] for name in added if name in os.environ}
     os.environ.update(added)
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in added:
+            del os.environ[name]
         os.environ.update(previous)
