@@ -343,3 +343,14 @@ def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
         )
     places = [(2, 4, 60), (0, 0, 5), (1, 1, 3), (0, 3, 5)]
     assert noise.of_tokens(places) == [expected[place].item() for place in places]
+
+
+@pytest.mark.parametrize("vocab", [1, 1023, 1024, 1025, 5001])
+def test_noise_to_rank_with_is_the_laws_whatever_the_vocabulary(vocab: int) -> None:
+    keys = keys_tensor([(2**32 - 1, 7, 0, 5), (1, 2, 3, 4), (9, 9, 9, 9)])
+    positions = torch.tensor([0, 2**31 + 5, 2**32 - 1])
+    whole = gumbel_noise(keys, positions[:, None], vocab)[:, 0]
+    chosen = torch.arange(vocab - 1, -1, -3)
+    for token_ids, expected in ((None, whole), (chosen, whole[:, chosen])):
+        found = draw_module.noise_to_rank_with(keys, positions, vocab, token_ids)
+        assert torch.allclose(found, expected, rtol=0, atol=2.0**-19)
