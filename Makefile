@@ -13,13 +13,14 @@
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
 #   make docs-test   runs the commands that the pages show, in small, two minutes
+#   make mutate   changes 150 places of the core, one at a time, and runs each room's tests: which changes go unnoticed? An hour
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 #   make lock     requirements-dev.lock anew, from .venv
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test lock lint format clean
+.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test mutate lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -137,6 +138,9 @@ docs: .venv-docs/.installed
 
 docs-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+mutate: $(DEV_STAMP)
+	$(BIN)/python -m tools.mutate $(ARGS)
 
 # The exact versions of .venv, without a build's suffix (+cpu): pip install -c requirements-dev.lock -e '.[dev]'
 lock: $(DEV_STAMP)
