@@ -25,11 +25,8 @@ def with_changes(config: Config, changes: Changes) -> Config:
 
 
 def side_by_side(config: Config) -> Config:
-    """Returns the configuration for one of several engines in a process: each vLLM gets its own worker
-    process, and nothing else is measured meanwhile."""
-    config = with_changes(config, {"rollout": {"measure_speedup_every": 0}})
-    is_vllm = config.rollout.engine == "vllm"
-    return with_changes(config, {"vllm": {"own_process": True}}) if is_vllm else config
+    """Returns the configuration for one of several engines in a process: nothing else is measured meanwhile."""
+    return with_changes(config, {"rollout": {"measure_speedup_every": 0}})
 
 
 def header(config: Config, command: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Subject:
         self.config = config = side_by_side(config)
         settings = engine_settings(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # keeps nothing for training
-        self.settings = dataclasses.replace(settings, drafting=untrained)
+        self.settings = dataclasses.replace(settings, drafting=untrained, own_process=True)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
         self.weights: PackedTransformer | None = None
         self.drafter = drafter or load_stored_drafter(drafter_folder(config), self.model)

@@ -111,7 +111,7 @@ def run_trl(job: Job, clock: Clock) -> None:
 
     ours = clock.timed(
         clock.rollout_seconds,
-        TLTRollout(RECIPE / "drafter", drafting={"learning_rate": 1e-4, "carry_longest": 64}),
+        TLTRollout(RECIPE / "drafter", drafting={"learning_rate": 1e-4}),
     )
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -200,7 +200,6 @@ def run_tlt(job: Job, clock: Clock) -> None:
     changes = {
         "optimizer.learning_rate": NO_LEARNING,
         "sampling.max_tokens": job.max_tokens,
-        "drafter.check_every": 1,
     }
     config = load_config("countdown", changes)
     world = init_process_group_from_env("cpu")

@@ -49,7 +49,7 @@ STEPS = 3
 RUN = (
     *("--run.out_dir", "run", "--resume", "auto"),
     *("--run.timeout_seconds", "60", "--run.time_limit_minutes", "60"),
-    *("--sampling.max_tokens", "32", "--drafter.tokens_per_micro_step", "128"),
+    *("--sampling.max_tokens", "32"),
     *("--evaluation.every", "1", "--evaluation.samples_per_problem", "4"),
     *("--rewards.num_workers", "2", "--rewards.timeout_seconds", "3"),
 )

@@ -66,8 +66,6 @@ max_tokens = 64
 [drafter]
 path = "drafter"
 train = true
-tokens_per_micro_step = 256
-check_every = 2
 [optimizer]
 learning_rate = 3e-3
 [evaluation]
@@ -83,10 +81,10 @@ def make_workspace(folder: Path, num_steps: int = 12) -> None:
     (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
 
 
-def generate_ahead(folder: Path, num_steps: int, migrates: bool = True) -> None:
+def generate_ahead(folder: Path, num_steps: int) -> None:
     """Lets the runs from now on generate so many steps ahead, and draft from that."""
     config = folder / "run.toml"
-    rollout = f'"ahead+hybrid:64x1x64"\nahead = {num_steps}\nmigrate = {str(migrates).lower()}'
+    rollout = f'"ahead+hybrid:64x1x64"\nahead = {num_steps}'
     config.write_text(config.read_text().replace('"2x1x2"', rollout))
 
 

@@ -43,8 +43,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [drafter]
         path = "drafter"
         train = true
-        tokens_per_micro_step = 256
-        check_every = 2
         [optimizer]
         learning_rate = 3e-3
         [evaluation]

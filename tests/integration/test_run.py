@@ -71,11 +71,10 @@ def same_weights(a: Path, b: Path) -> bool:
 def test_speculation_on_and_off_are_the_same_run_in_float64(
     workspace: Path, speculating_run: Path, programs: Programs
 ) -> None:
-    nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
+    nothing = ("--rollout.speculation", "off", "--drafter.train", "false")
     plain = train(workspace, "plain", *nothing, programs=programs)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
-    assert not any(record.rollout.num_migrated for record in records(plain))
     assert all(math.isnan(record.rollout.accept_length) for record in records(plain))
     assert all(record.rollout.accept_length >= 1 for record in records(speculating_run))
 
@@ -86,7 +85,7 @@ def test_generating_two_steps_ahead_with_a_draft_vocabulary_that_is_renewed_chan
     """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end.
     One step ahead: proofs/test_killed_runs.py; as many as pay: proofs/test_idle_time.py."""
     follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "2")
-    words = ("--rollout.migrate", "false", "--evaluation.every", "1", "--drafter.vocabulary", "9")
+    words = ("--evaluation.every", "1", "--drafter.vocabulary", "9")
     ahead = train(workspace, "ahead", *follows, *words, programs=programs)
     assert not difference(ahead, speculating_run)
     assert sum(record.idle.ahead_tokens for record in records(ahead)) > 0
@@ -198,8 +197,8 @@ def measured_steps(out_dir: Path) -> list[int]:
     return [record.step for record in records(out_dir) if math.isfinite(record.drafter.acceptance)]
 
 
-def test_acceptance_is_measured_in_every_second_step(speculating_run: Path) -> None:
-    assert measured_steps(speculating_run) == [1, 3, 5]
+def test_acceptance_is_measured_in_every_fourth_step(speculating_run: Path) -> None:
+    assert measured_steps(speculating_run) == [1, 5]
 
 
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations_and_best(
@@ -225,7 +224,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations
     resumed = programs.run(words, env=environment, timeout=PATIENCE)
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert not difference(out_dir, speculating_run)
-    assert measured_steps(out_dir) == [1, 3, 5], "the count goes on where it was"
+    assert measured_steps(out_dir) == [1, 5], "the count goes on where it was"
 
 
 def test_a_second_run_into_the_same_folder_is_refused_in_one_line(

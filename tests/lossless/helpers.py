@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -92,7 +91,6 @@ def make_engine(
     drafter: str | DraftModel = "learned",
     dtype: torch.dtype = torch.float64,
     max_batch_size: int = 8,
-    ranking: Literal["coupled", "top-k"] = "coupled",
     window: int = 4096,
 ) -> RolloutEngine:
     packed = PackedTransformer(policy.config, dtype)
@@ -107,7 +105,7 @@ def make_engine(
     if drafter != "ngram":
         model = random_drafter(policy.config, drafter) if isinstance(drafter, str) else drafter
         drafting = pack_drafter(model.config, model.state_dict(), dtype)
-        settings = LearnedSettings(ranking=ranking, window=window)
+        settings = LearnedSettings(window=window)
         learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
     engine.load_drafter(make_drafter(learned, max_batch_size))
     return engine

@@ -132,6 +132,7 @@ def vllm_engine(
     drafter: Path | None = None,
     batch: int = 8,
     window: int = 400,
+    own_process: bool = False,
     **vllm: Any,
 ) -> Any:
     settings = EngineSettings(
@@ -142,6 +143,7 @@ def vllm_engine(
         kv_gib=0.25,
         vllm=VllmSection(**{"compile": False} | vllm),
         window=window,
+        own_process=own_process,
     )
     return load_engine(load_model_for(model, "vllm"), settings, drafter)
 

@@ -38,7 +38,6 @@ KeptGib = Annotated[float, Ge(0), Le(2**20)]
 """Up to a pebibyte, whose number of bytes is exact in a float."""
 Tokens = Annotated[float, Ge(1), Le(1e9)]
 """A mean or quantile of token counts."""
-Mib = Annotated[int, Ge(1), Le(2**30)]
 Seconds = Annotated[float, Gt(0), Le(1e6)]
 """A time limit: up to eleven days, half the 2^31 milliseconds that `poll` and sockets accept."""
 Problems = Annotated[int, Ge(1), Le(2**24)]

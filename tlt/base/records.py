@@ -260,7 +260,7 @@ class DrafterCheck:
 
     version: number of its publications.
     acceptance: mean over response tokens of sum_v min(p, q), the highest acceptance rate of a single
-        draft; NaN: not measured (drafter.check_every).
+        draft; NaN: not measured in this step.
     retrieval: share of the same tokens that retrieval would have drafted.
     training: "trained", "trained; limit of passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.

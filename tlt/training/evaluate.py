@@ -87,7 +87,7 @@ def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
         run.console.note(f"{counts}, so it is not compared with others; the first: {rewards.first_error}")
     score, best = run.evaluations.score(evaluation), run.evaluations.best_score
     is_best = score is not None and (best is None or score > best)
-    if is_best and run.config.evaluation.keep_best and run.config.run.num_steps:
+    if is_best and run.config.run.num_steps:
         keep_best(run, evaluation)
     run.evaluations.add(evaluation)
     figures = {f"eval/{name}": getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")}

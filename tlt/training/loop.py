@@ -93,7 +93,7 @@ def sample(run: Run) -> PhaseResult:
     sampling = None
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
-        sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
+        sampling = DynamicSampling(num, num_samples, spare)
     plan, steps_left = run.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
     idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
     run.drafter_training.foresee(problem.prompt_ids for problem in problems)

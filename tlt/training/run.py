@@ -146,7 +146,7 @@ class Run:
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens
         settings = replace(engine_settings(config, world.device), window=window)
-        self.references = References(config.rollout.references_mib)
+        self.references = References()
         self.lengths: dict[str, float] = {}
         ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
         self.idle_choice = build_idle_choice(
@@ -177,7 +177,7 @@ class Run:
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
         self.journal = self._open_journal()
-        decode, migrates = model.tokenizer.decode, config.rollout.migrate
+        decode = model.tokenizer.decode
         sinks = Sinks(self.scorers, decode, self.journal)
         gib, say = config.run.keep_responses, self.console.note
         in_thought = model.tokenizer.is_in_thought
@@ -185,7 +185,7 @@ class Run:
         self.decode = decode
         tell = self.console.progress if world.is_leader else None
         stops, timeline = stop.is_set, self.timeline
-        self.phase = RolloutPhase(world, self.engine, queue, sinks, timeline, stops, migrates, tell)
+        self.phase = RolloutPhase(world, self.engine, queue, sinks, timeline, stops, tell)
 
     def _resume(self) -> int:
         self._follows = ""  # digest of the restored checkpoint's predecessor

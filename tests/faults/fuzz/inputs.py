@@ -170,7 +170,7 @@ SLOW = {
     "run.num_steps", "run.num_ranks", "run.out_dir", "run.launcher", "task.num_problems",
     "evaluation.num_problems", "rollout.samples_per_problem", "rollout.problems_per_step",
     "evaluation.samples_per_problem", "rewards.num_workers", "sampling.max_tokens",
-    "algorithm.max_resamples", "model.path",
+    "model.path",
 }  # fmt: skip
 """More of these is more work, which takes its time, or more processes."""
 

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
         "speculation": "adaptive",
     },
     "sampling": {"max_tokens": 8, "temperature": 1.0, "stop": ["\n"]},
-    "drafter": {"path": "drafter", "train": True, "tokens_per_micro_step": 64},
+    "drafter": {"path": "drafter", "train": True},
     "algorithm": {"clip_low": 0.2, "minibatches": 1},
     "optimizer": {"learning_rate": 1e-4, "schedule": "cosine"},
     "evaluation": {"num_problems": 4, "samples_per_problem": 1},

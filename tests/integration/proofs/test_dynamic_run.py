@@ -39,7 +39,7 @@ def dapo(workspace: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def plain(workspace: Path, dapo: tuple[str, ...]) -> Path:
-    nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
+    nothing = ("--rollout.speculation", "off", "--drafter.train", "false")
     return train(workspace, "plain", *dapo, *nothing)
 
 

@@ -37,7 +37,7 @@ def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_doe
     make_workspace(tmp_path, num_steps=5)
     whole = run_with(tmp_path, "whole", [])
     assert whole["outcome"] == "ended", whole["outcome"]
-    generate_ahead(tmp_path, 1, migrates=False)
+    generate_ahead(tmp_path, 1)
     plan = [
         Kill("decode", 1, 40),
         Kill("update", 0),

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,20 +92,9 @@ FORMS = (*LEARNED, "retrieval", "references")
 BATCH_SIZES = (1, 2, 3, 5, 8, 11, 16)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A way to draft. arms: without the drafter's name, which follows from the form."""
-
-    arms: tuple[str, ...]
-    ranking: Literal["coupled", "top-k"] = "coupled"
-
-
 CHAINS, TREES = ("1x1x1", "4x1x4", "7x1x7"), ("1x4x4", "3x2x6", "4x3x12")
-SETTINGS = (
-    Setting(CHAINS),
-    Setting(TREES),
-    Setting((*CHAINS, *TREES, "off", "hybrid:6x1x6"), ranking="top-k"),
-)
+SETTINGS = (CHAINS, TREES, (*CHAINS, *TREES, "off", "hybrid:6x1x6"))
+"""Arms, without the drafter's name, which follows from the form."""
 NUM_SEQUENCES = math.ceil(10_000 / (len(FORMS) * len(SETTINGS) * len(BATCH_SIZES)))
 """Of each form, setting and batch size. More than a batch holds, and of 1 to 24 tokens: they begin and end at
 different times."""
@@ -124,19 +113,19 @@ def trained(form: str) -> DraftModel:
     return model
 
 
-def arms_of(form: str, setting: Setting) -> list[Strategy]:
+def arms_of(form: str, setting: Sequence[str]) -> list[Strategy]:
     if form == "references":
         return [Strategy.parse(arm) for arm in ("ahead:3x1x3", "ahead:24x1x24", "ahead+learned:5x1x5", "off")]
-    arms = [Strategy.parse(arm, "ngram" if form == "retrieval" else "learned") for arm in setting.arms]
+    arms = [Strategy.parse(arm, "ngram" if form == "retrieval" else "learned") for arm in setting]
     return [arm for arm in arms if arm.drafter != "hybrid" or form in LEARNED]
 
 
 def engine_of(
-    form: str, setting: Setting, size: int, requests: Sequence[Request], seed: int
+    form: str, setting: Sequence[str], size: int, requests: Sequence[Request], seed: int
 ) -> RolloutEngine:
     tuner = Switching(arms_of(form, setting), seed)
     drafter = {"retrieval": "ngram", "references": "learned"}.get(form) or trained(form)
-    engine = make_engine(POLICY, tuner, drafter, max_batch_size=size, ranking=setting.ranking)
+    engine = make_engine(POLICY, tuner, drafter, max_batch_size=size)
     if form == "references":
         helpers.use_references(engine, references_for(requests, random.Random(seed)), size)
     return engine

@@ -30,7 +30,7 @@ from tests.unit.drafter.parts import context_of, make_request, make_rollout
 from tests.unit.drafter.watched_parts import Parts
 from tlt.base.strategy import Strategy
 from tlt.drafter.block import BlockModel, run_blocks
-from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import draw_counts, engine_logits, read_sample, trainer_logits
 from tlt.drafter.shape import BlockOptions, Method, drafter_shape
@@ -209,7 +209,7 @@ def test_the_loss_falls_and_longer_chains_are_accepted(preset: str) -> None:
 def accepted(model: BlockModel) -> float:
     """Mean number of tokens of greedy chains that the responses confirm."""
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    drafter = LearnedDrafter(packed, COUNTING, 4, LearnedSettings(ranking="top-k"))
+    drafter = LearnedDrafter(packed, COUNTING, 4)
     strategy, noise, total = Strategy("learned", NUM_DRAFTED, 1, NUM_DRAFTED), torch.zeros(1, 4, VOCAB), 0
     for rollout in RESPONSES:
         row = [*rollout.prompt_ids, *rollout.token_ids]

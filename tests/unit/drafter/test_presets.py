@@ -203,15 +203,15 @@ def test_tokens_are_those_of_off(
 def test_a_preset_of_another_form_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_drafter(tmp_path, make_model(2, "eagle3", None, DEEP), torch.float64)
+    save_drafter(tmp_path, make_model(2, "eagle3", None, DEEP), torch.float64, {"preset": "hass"})
     config = Config.model_validate(
         {
             "model": {"path": tmp_path},
             "task": {"name": "countdown"},
-            "drafter": {"path": tmp_path, "train": True, "preset": "hass"},
+            "drafter": {"path": tmp_path, "train": True},
             "run": {"num_ranks": 1},
         }
     )
     monkeypatch.setattr("tlt.apps.run.start.load_model_config", lambda path: DEEP)
-    with refused(r"drafter.preset: hass does not train a drafter of form eagle3"):
+    with refused(r"preset: hass does not train a drafter of form eagle3"):
         preflight(config)

@@ -21,7 +21,7 @@ def test_the_mean_reward_stands_beside_the_solve_rate_whichever_is_judged(
     by_reward: bool, tmp_path: Path
 ) -> None:
     stream, logged = io.StringIO(), dict[int, dict[str, float]]()
-    config = SimpleNamespace(evaluation=SimpleNamespace(keep_best=False), run=SimpleNamespace(num_steps=9))
+    config = SimpleNamespace(run=SimpleNamespace(num_steps=0))
     evaluations = Evaluations(tmp_path / "evaluations.jsonl", 0, writes=True, by_reward=by_reward)
     run: Any = SimpleNamespace(config=config, step=4, evaluations=evaluations)
     run.tracking = SimpleNamespace(log=logged.__setitem__)

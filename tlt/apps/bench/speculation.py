@@ -38,9 +38,8 @@ class Subject:
 
     def engines(self) -> dict[str, RolloutBackend]:
         """Our own engines share the weights; each vLLM gets a process of its own."""
-        vllm = self.settings.vllm.model_copy(update={"own_process": True})
         drafting = self.settings.drafting.model_copy(update={"train": False})
-        base = dataclasses.replace(self.settings, vllm=vllm, drafting=drafting)
+        base = dataclasses.replace(self.settings, own_process=True, drafting=drafting)
         off, adaptive = (dataclasses.replace(base, speculation=one) for one in (Off(), Adaptive()))
         if base.engine == "vllm":
             return {

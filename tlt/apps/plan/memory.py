@@ -24,7 +24,9 @@ from tlt.drafter.drafting.learned.caches import make_cache
 from tlt.drafter.drafting.learned.drafter import LearnedSettings
 from tlt.drafter.forms import new_packed
 from tlt.drafter.shape import training_capture
+from tlt.drafter.training.buffer import BUFFER_BYTES
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
+from tlt.drafter.training.spot import CARRY_LONGEST, MICRO_STEP_TOKENS
 from tlt.drafter.vocabulary import LARGEST_SHARE
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.vllm.settings import CPU_KV_GIB
@@ -115,10 +117,10 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
         yield Term("drafter", ALWAYS, packed, "the engine's copy, and its head's rows")
         if config.drafter.train:
             yield Term("drafter's optimizer", ALWAYS, 12 * r.drafter_parameters, "weights and two moments")
-            trajectories = -(-r.num_responses // r.num_ranks) + config.drafter.carry_longest
+            trajectories = -(-r.num_responses // r.num_ranks) + CARRY_LONGEST
             features = trajectories * r.longest * (captured_size(r) * size + 8)
-            buffer = min(config.drafter.buffer_mib * 2**20, features)
-            yield Term("drafter's buffer", ALWAYS, buffer, "drafter.buffer_mib, at most")
+            buffer = min(BUFFER_BYTES, features)
+            yield Term("drafter's buffer", ALWAYS, buffer, "responses and features to train on, at most")
     copied = 3 * r.trained_bytes // cut + 12 * r.drafter_parameters * config.drafter.train if on_cpu else 0
     when = ALWAYS if config.run.checkpoint_every else ("save",)
     yield Term("checkpoint's copy", when, copied, "weights and two moments, until they are written")
@@ -187,16 +189,15 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
 
 def _idle(r: PlannedRun) -> Iterator[Term]:
     """A batch in one backward pass. A single rank is never idle."""
-    settings = r.config.drafter
-    if r.drafter is None or not settings.train or r.num_ranks == 1:
+    if r.drafter is None or not r.config.drafter.train or r.num_ranks == 1:
         return
     c, vocabulary = r.drafter.layer, r.drafter.draft_vocab_size
-    preset = PRESETS[settings.preset or DEFAULT_PRESET[r.drafter.method]]
+    preset = PRESETS[DEFAULT_PRESET[r.drafter.method]]
     rows_each = preset.rows_per_token(r.drafter)
     logits = int((1 + 3 * rows_each) * vocabulary)  # per row log-softmax, the target's, a gradient
     each = int(rows_each * c.num_layers * (activations_per_token(c) + 2 * c.hidden_size)) + logits
     rows = vocabulary * c.hidden_size if r.engine_dtype != torch.float32 else 0  # the head, in float32
-    tokens = min(settings.tokens_per_micro_step, r.num_responses * r.longest)
+    tokens = min(MICRO_STEP_TOKENS, r.num_responses * r.longest)
     features = Cache(r.model, r.model.num_layers, r.engine_dtype, META, 1).slot_bytes(r.longest)  # recomputed
     how = "tokens of a micro-step × (activations and logits of their rows), and a response's features"
     training = 4 * (tokens * each + r.drafter_parameters + rows)

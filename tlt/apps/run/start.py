@@ -231,7 +231,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     stored = None
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
-        choose_preset(config.drafter.preset, stored)
+        choose_preset(None, stored)
         check_wanted(config.drafter.vocabulary, stored.config)
         if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
             check_form(stored.config.method)
@@ -328,7 +328,7 @@ def describe_algorithm(config: Config) -> str:
     if settings.mask_truncated:
         parts.append("truncated responses masked")
     if chosen.dynamic_sampling:
-        parts.append(f"dynamic sampling, up to {settings.max_resamples} further rounds")
+        parts.append("dynamic sampling")
     return f"{chosen.name}: {', '.join(parts)}"
 
 

@@ -30,6 +30,8 @@ class Algorithm:
     advantage: Advantage = "group-std"
     ratio: RatioScope = "token"
     loss: Loss = "clipped"
+    """Of a token. clipped: PPO's, without a gradient where the ratio has left its range.
+    cispo: the log-probability, weighted by the clipped ratio as a constant."""
     aggregation: Aggregation = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -68,7 +70,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm i
 
 
 class AlgorithmSection(Section):
-    """The policy update: a published algorithm by name. Each of its choices has a key that changes it."""
+    """The policy update: a published algorithm by name. Each of its choices but the loss has a key
+    that changes it."""
 
     name: Name = "grpo"
     """The algorithm, which makes every choice that the keys below leave out (table in docs/algorithms.md).
@@ -82,10 +85,6 @@ class AlgorithmSection(Section):
     """Ratio of the policy's probability to that of the policy which sampled; None: the algorithm's choice.
     token: of each token. sequence: the geometric mean over a response. trajectory: the product over a
     response."""
-    loss: Loss | None = None
-    """Loss of a token; None: the algorithm's choice.
-    clipped: PPO's, without a gradient where the ratio has left its range.
-    cispo: the log-probability, weighted by the clipped ratio as a constant."""
     aggregation: Aggregation | None = None
     """Mean of the tokens' losses; None: the algorithm's choice.
     token: over all tokens of an optimizer step. sequence: over responses, of the mean of each.
@@ -114,11 +113,8 @@ class AlgorithmSection(Section):
     """Reward that a response of sampling.max_tokens loses; one that ends in the buffer loses a part of it, in
     proportion to its tokens there."""
     dynamic_sampling: bool | None = None
-    """Whether problems whose responses all have the same reward are replaced by others; None: the
-    algorithm's choice."""
-    max_resamples: NonNegativeInt = 4
-    """Most rounds of dynamic sampling in a step after the first; then problems with equal rewards fill the
-    batch."""
+    """Whether problems whose responses all have the same reward are replaced by others, in at most four
+    further rounds; None: the algorithm's choice."""
     epochs: PositiveInt = 1
     """Passes of the policy update over a step's responses."""
     minibatches: PositiveInt = 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import AnyPath, Section
-from tlt.base.kinds import MOST_DRAFTED, DraftVocab, LearningRate, Mib, NonNegativeInt, PositiveInt
+from tlt.base.kinds import MOST_DRAFTED, DraftVocab, LearningRate
 from tlt.base.types import UserError
 
 
@@ -47,21 +47,5 @@ class DrafterSection(Section):
     the speed alone."""
     train: bool = False
     """Whether idle ranks train the drafter, as long as that gains more time than it costs the busy ranks."""
-    preset: Literal["eagle", "hass", "eagle3", "dflash", "dflash-pace", "dspark"] | None = None
-    """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     learning_rate: LearningRate = 3e-4
     """Learning rate of the drafter's training in idle time."""
-    tokens_per_micro_step: PositiveInt = 1024
-    """Most tokens of one optimizer step of the drafter; it takes fewer where that many would take over half a
-    percent of a policy step."""
-    buffer_mib: Mib = 512
-    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped
-    first."""
-    carry_longest: NonNegativeInt = 8
-    """Number of the previous step's longest responses that the drafter is trained on again."""
-    check_every: PositiveInt = 1
-    """Policy steps between measurements of the drafter's acceptance; while it is bad, drafts come from
-    retrieval instead. Every step checks that the drafter is finite and the same on all ranks."""
-    ranking: Literal["coupled", "top-k"] = "coupled"
-    """How the candidates of a draft are ranked, with q the drafter's probability: by log q / tau + the
-    sampling noise (coupled), or by log q (top-k, as EAGLE-2 does). Changes the speed alone."""

@@ -8,7 +8,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from tlt.base.config.engine import EngineSection
 from tlt.base.config.mistakes import mistake
-from tlt.base.kinds import NonNegativeFloat, NonNegativeInt, Problems, Samples
+from tlt.base.kinds import NonNegativeInt, Problems, Samples
 from tlt.base.speculation import Adaptive, Fixed, Off, Speculation, parse_speculation
 from tlt.base.types import UserError
 
@@ -50,17 +50,10 @@ class RolloutSection(EngineSection):
     [DRAFTER:]DEPTHxWIDTHxBUDGET, such as 4x1x4. DRAFTER is learned, ngram (retrieval from the problem's own
     responses), hybrid (both), ahead (earlier responses drawn with the same noise, docs/ahead.md) or
     ahead+hybrid."""
-    migrate: bool = True
-    """Whether a rank without work takes over running responses of another; it has to prefill their tokens
-    again."""
     ahead: Literal[0, 1, 2, "adaptive"] = 0
     """Number of coming policy steps whose responses idle ranks generate ahead. When such a step comes, it
     drafts from them and draws the same tokens as without (docs/ahead.md). adaptive: two, where that saves
     more time than other uses of idle ranks."""
-    references_mib: NonNegativeFloat = 64.0
-    """MiB on each rank for responses, at four bytes a token, that later ones are drafted from because they
-    draw with the same noise, such as those of the last evaluation (docs/ahead.md); 0: none. Used where
-    rollout.tuner is cost-model and rollout.engine is tlt."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
     bandit of the TLT paper (beg-mab)."""
@@ -84,5 +77,4 @@ class RolloutSection(EngineSection):
     @property
     def uses_references(self) -> bool:
         """Whether drafts come from references: earlier responses drawn with the same noise."""
-        is_used = may_use_references(self.speculation, self.tuner)
-        return is_used and self.references_mib > 0 and self.engine == "tlt"
+        return self.engine == "tlt" and may_use_references(self.speculation, self.tuner)

@@ -74,9 +74,6 @@ class RunSection(DeviceSection):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints that stay in the run's folder; older ones are removed when a new one is
     complete."""
-    save_dtype: Literal["float32", "float64", "float16", "bfloat16"] | None = None
-    """Number type that policy/ and best/ are saved in; checkpoints keep the weights as they are trained.
-    None: the type that most numbers of model.path are stored in (float64 if run.dtype is)."""
     keep_responses: KeptGib = 1.0
     """GiB for the responses of steps and evaluations with their rewards, as JSON lines in the folder
     responses: those of the oldest steps are removed where there are more. 0: none are kept. tlt report
@@ -231,9 +228,6 @@ class EvaluationSection(Section):
     """Responses to each held-out problem; at temperature 0, where all are equal, one is drawn."""
     temperature: Temperature = 1.0
     """Sampling temperature of evaluations; at 0 the most probable token is taken."""
-    keep_best: bool = True
-    """Whether the policy of the best evaluation is kept, too: best by solve rate, or by mean reward where
-    rewards.functions alone score."""
 
     @property
     def num_samples(self) -> int:
@@ -296,7 +290,7 @@ class Config(Section):
                 yield f"{what}: give a drafter folder, or use ngram, which needs none"
         if rollout.ahead and not rollout.uses_references:
             what = f"rollout.ahead is {rollout.ahead}, but nothing would draft from what is generated"
-            needs = "engine tlt, speculation adaptive, tuner cost-model and references_mib above 0"
+            needs = "engine tlt, speculation adaptive and tuner cost-model"
             yield f"{what}: leave it out, or give {needs}"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"

@@ -22,9 +22,6 @@ class VllmSection(Section):
     compile: bool = True
     """Whether vLLM compiles the model, and captures graphs on GPUs. It then starts later and generates
     faster."""
-    own_process: bool = False
-    """Whether vLLM's worker is a process of its own even on one device; with several ranks it always is.
-    Features for the drafter's training are then computed again instead of captured."""
     prefix_caching: bool = True
     """Whether vLLM reads a beginning that several prompts share only once. The features of cached tokens
     are computed again for the drafter's training instead of captured."""

@@ -153,11 +153,11 @@ def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
     method = drafter.config.method
     name = name or drafter.about.get("preset") or DEFAULT_PRESET[method]
     if name not in PRESETS:
-        raise UserError(f"drafter.preset: the drafter's is {name!r}; give one of {', '.join(PRESETS)}")
+        raise UserError(f"drafter: its preset is {name!r}; train it by one of {', '.join(PRESETS)}")
     preset = PRESETS[name]
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
-        raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
+        raise UserError(f"preset: {name} does not train a drafter of form {method}; give {fitting}")
     return preset
 
 

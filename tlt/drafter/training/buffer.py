@@ -19,6 +19,8 @@ from torch import Tensor
 from tlt.base.types import Rollout
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 
+BUFFER_BYTES = 512 * 2**20
+"""Of each rank; more responses than a rank trains on within a step."""
 TOKEN_ID_BYTES = 8
 
 NO_POLICY = -1

@@ -87,19 +87,22 @@ MAX_PASSES = 4.0
 """Passes within a step: seven cost accept length, about three gained (benchmarks/log.md). Not tuned."""
 
 
-class SpotTrainer:
-    """Trains in sessions of idle time; optimizer, buffer and counters persist between them.
+MICRO_STEP_TOKENS = 1024
+"""Most tokens of an optimizer step; fewer where a preemption would wait too long (`MicroStepSize`)."""
+CARRY_LONGEST = 64
+"""Longest responses of all ranks that stay for the next step, so that little data is not learned by heart;
+the buffer bounds their memory."""
 
-    tokens_per_micro_step: fewer where a preemption would wait too long.
-    carry_longest: number of longest responses that stay for the next step.
-    """
+
+class SpotTrainer:
+    """Trains in sessions of idle time; optimizer, buffer and counters persist between them."""
 
     def __init__(
         self,
         trainer: DrafterTrainer,
         buffer: TrajectoryBuffer,
-        tokens_per_micro_step: int,
-        carry_longest: int = 8,
+        tokens_per_micro_step: int = MICRO_STEP_TOKENS,
+        carry_longest: int = CARRY_LONGEST,
         on_span: Callable[[Span], None] | None = None,
         max_passes: float = MAX_PASSES,
     ) -> None:

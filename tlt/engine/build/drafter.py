@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from tlt.base.config.drafter import DrafterSection
 from tlt.base.spans import Span
 from tlt.base.types import Rollout
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset
 from tlt.drafter.forms import new_model
 from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockShape, DrafterShape
-from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.buffer import BUFFER_BYTES, TrajectoryBuffer
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import count_tokens, mask_token
@@ -39,7 +38,7 @@ def new_draft_model(
 
 
 def build_spot_trainer(
-    settings: DrafterSection,
+    learning_rate: float,
     stored: StoredDrafter,
     model: DraftModel,
     target: PackedTransformer,
@@ -47,11 +46,5 @@ def build_spot_trainer(
     on_span: Callable[[Span], None],
 ) -> SpotTrainer:
     """seed: of the windows it draws; differs by rank."""
-    preset = choose_preset(settings.preset, stored)
-    return SpotTrainer(
-        DrafterTrainer(model, target, preset, settings.learning_rate),
-        TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
-        settings.tokens_per_micro_step,
-        settings.carry_longest,
-        on_span,
-    )
+    trainer = DrafterTrainer(model, target, choose_preset(None, stored), learning_rate)
+    return SpotTrainer(trainer, TrajectoryBuffer(BUFFER_BYTES, seed), on_span=on_span)

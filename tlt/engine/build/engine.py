@@ -49,6 +49,8 @@ class EngineSettings:
     borrows: share the policy's tensors where the layout allows.
     kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
     window: tokens of the longest sequence; None: the model's.
+    own_process: of vLLM's worker, as several vLLMs in one process need; features are then computed again for
+        the drafter's training instead of captured.
     """
 
     speculation: Speculation = field(default_factory=Off)
@@ -63,6 +65,7 @@ class EngineSettings:
     engine: Literal["tlt", "vllm"] = "tlt"
     vllm: VllmSection = field(default_factory=VllmSection)
     window: int | None = None
+    own_process: bool = False
 
     def cache_bytes(self) -> int:
         device = torch.device(self.device)
@@ -181,7 +184,7 @@ def _build_vllm(
         tau=DEFAULT_TAU,
         captures=drafting.train,
         section=settings.vllm,
-        own_process=settings.vllm.own_process or needs_own_process(),
+        own_process=settings.own_process or needs_own_process(),
     )
     plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
     if not isinstance(model, Model):
@@ -230,8 +233,5 @@ def build_learned(
     if drafter.config.can_choose:
         costs = DraftCosts.of(engine.model.config, drafter.config)
         vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
-    learned = LearnedSettings(
-        ranking=drafting.ranking,
-        keep_targets=drafting.train,
-    )
+    learned = LearnedSettings(keep_targets=drafting.train)
     return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts, vocabulary)

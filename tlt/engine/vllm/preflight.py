@@ -39,7 +39,7 @@ def check_vllm(
     num_gpus = torch.cuda.device_count()
     if device == "cpu" and num_gpus:
         raise UserError("device: cpu, but vLLM computes on this machine's GPUs; give cuda, or engine tlt")
-    has_own_worker = section.tensor_parallel > 1 or section.own_process or is_in_group
+    has_own_worker = section.tensor_parallel > 1 or is_in_group
     choose_way(section, is_cuda=device == "cuda", has_own_worker=has_own_worker)
     needed = section.tensor_parallel * num_engines
     if device == "cuda" and needed > num_gpus:

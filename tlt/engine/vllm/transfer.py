@@ -37,9 +37,7 @@ def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> 
         gpus = f"each of {size} workers reads memory of its own GPU, and the policy lies on one"
         obstacle = f"{gpus}; give auto"
     elif not has_own_worker:
-        obstacle = (
-            "vLLM's worker is in this process and takes tensors as they are; give auto, or own_process true"
-        )
+        obstacle = "vLLM's worker is in this process and takes tensors as they are; give auto"
     if section.transfer == "ipc" and obstacle is not None:
         raise UserError(f"vllm.transfer: ipc: {obstacle}")
     if not has_own_worker:

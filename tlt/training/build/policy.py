@@ -60,10 +60,7 @@ def master_dtype(config: Config) -> torch.dtype:
 
 
 def saved_dtype(config: Config) -> torch.dtype:
-    """run.save_dtype, by default the starting model's dtype, or float64 where the run computes in it."""
-    if config.run.save_dtype is not None:
-        found: torch.dtype = getattr(torch, config.run.save_dtype)
-        return found
+    """The starting model's dtype, or float64 where the run computes in it."""
     trained = master_dtype(config)
     return trained if trained == torch.float64 else stored_dtype(model_folder(config))
 

@@ -39,7 +39,7 @@ def watch_drafter(
     spot = None
     if settings.train:
         seed = seed * world.world_size + world.rank
-        spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
+        spot = build_spot_trainer(settings.learning_rate, stored, model, target, seed, timeline.add)
     copies = DrafterCopies(model, drafter.learned.model, target, count_retrieved)
     ranks = Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world))
-    return WatchedDrafter(copies, drafter.learned, spot, ranks, timeline, settings.check_every, share)
+    return WatchedDrafter(copies, drafter.learned, spot, ranks, timeline, share=share)

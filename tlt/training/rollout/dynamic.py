@@ -51,17 +51,21 @@ def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
     return [r for group in groups for r in group.rollouts], [r for group in groups for r in group.rewards]
 
 
+MAX_RESAMPLES = 4
+"""Rounds after the first; then groups without a signal fill the batch: where four rounds found too few, the
+problems are too easy or too hard, and further ones cost whole rollouts."""
+
+
 @dataclass(frozen=True)
 class DynamicSampling:
     """num_groups: groups in the update.
-    max_resamples: most rounds after the first.
     spare: problems to draw next, in this order.
     """
 
     num_groups: int
     num_samples: int
-    max_resamples: int
     spare: Sequence[Problem]
+    max_resamples: int = MAX_RESAMPLES
 
     def next_requests(self, groups: Sequence[Group], num_rounds: int) -> list[GroupRequest]:
         """For each missing group a new problem, else the least drawn problem without signal. Empty when the

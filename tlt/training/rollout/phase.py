@@ -45,9 +45,7 @@ class StopRequested(Exception):
 
 
 class RolloutPhase:
-    """migrates: whether an idle replica takes over running responses of a busy one.
-    tell: None on all ranks but the leader.
-    """
+    """tell: None on all ranks but the leader."""
 
     def __init__(
         self,
@@ -57,12 +55,11 @@ class RolloutPhase:
         sinks: Sinks,
         timeline: Timeline,
         should_stop: Callable[[], bool],
-        migrates: bool = True,
         tell: Tell | None = None,
     ) -> None:
         self.world, self.engine, self.queue = world, engine, queue
         self.sinks, self.timeline = sinks, timeline
-        self.should_stop, self.migrates, self.tell = should_stop, migrates, tell
+        self.should_stop, self.tell = should_stop, tell
 
     def run(
         self,
@@ -252,7 +249,7 @@ class RolloutPhase:
                 ended.collect()
                 self.sinks.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
-                if self.migrates and (num_offers := self.queue.num_offers()):
+                if num_offers := self.queue.num_offers():
                     # Offers mean an empty queue. Do not look there: `share` adds a unit for the helper.
                     looks_for_units = False
                     work.share(self.engine, num_offers)
@@ -274,4 +271,4 @@ class RolloutPhase:
 
     def _has_better_to_do(self) -> bool:
         """Offers help to busy replicas until True."""
-        return self.should_stop() or self.queue.has_news(offers_help=self.migrates)
+        return self.should_stop() or self.queue.has_news(offers_help=True)

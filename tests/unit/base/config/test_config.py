@@ -103,23 +103,22 @@ def test_json_round_trip_changes_nothing(folder: Path) -> None:
 
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
-run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples save_dtype
+run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 task        max_prompt_tokens date
-rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner ahead
-rollout     references_mib measure_speedup_every
-vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
+rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation tuner ahead
+rollout     measure_speedup_every
+vllm        tensor_parallel max_draft_tokens compile prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
-drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest
-drafter     ranking preset vocabulary check_every
-algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
+drafter     path train learning_rate vocabulary
+algorithm   name advantage ratio aggregation clip_low clip_high kl_coefficient kl_in kl_estimator
 algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling
-algorithm   max_resamples epochs minibatches tokens_per_micro_batch importance_correction_cap
+algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
-evaluation  every num_problems samples_per_problem temperature keep_best data subset split columns
+evaluation  every num_problems samples_per_problem temperature data subset split columns
 rewards     functions weights solved_at num_workers timeout_seconds
 tracking    use project run_name
 """

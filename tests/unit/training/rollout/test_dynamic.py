@@ -39,7 +39,7 @@ def answer(request: GroupRequest, *values: float | None) -> Group:
 
 
 def rule(num_groups: int, spare: Sequence[Problem], max_resamples: int = 9) -> DynamicSampling:
-    return DynamicSampling(num_groups, 2, max_resamples, spare)
+    return DynamicSampling(num_groups, 2, spare, max_resamples)
 
 
 def test_a_group_has_a_signal_where_two_scores_differ() -> None:

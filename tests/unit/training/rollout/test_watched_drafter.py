@@ -5,32 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.drafter.parts import POLICY, TARGET
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
-from tlt.base.config.drafter import DrafterSection
 from tlt.base.records import DrafterCheck
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter import measure
 from tlt.drafter.drafting.hybrid import HybridDrafter
-from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.measure import Tally
 from tlt.drafter.shape import drafter_shape
 from tlt.models.hf.weights import content_hash
 from tlt.speculation.tuner.tuner import Fixed
-from tlt.training.build.watched_drafter import watch_drafter
-from tlt.training.ranks.world import World
-from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.watched_drafter import RankState
 
 STALE = pytest.mark.parametrize(
@@ -254,16 +247,6 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
             engine.drafter.learned.load({name: tensor * math.nan for name, tensor in tensors.items()}, 1)
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
     assert texts[0] == texts[1]
-
-
-def test_check_every_is_that_of_the_configuration(tmp_path: Path) -> None:
-    save_drafter(tmp_path, new_model(drafter_shape(CONFIG)).initialize(1), torch.float32)
-    settings = DrafterSection(path=tmp_path, train=True, check_every=7)
-    world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
-    engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
-    stored = load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict()))
-    drafter: Any = watch_drafter(settings, stored, engine, world, Timeline(0), seed=0)
-    assert drafter.check_every == 7
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +40,9 @@ _MAX_LOG_CHANCE = -1e-4
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    ranking: Literal["coupled", "top-k"] = "coupled"
-    """Ranks by log q / tau + the target's noise (coupled: tlt/speculation/__init__.py) or by log q alone
-    (top-k: EAGLE-2). q: the draft distribution at the sequence's temperature."""
     tau: float | None = None
-    """Coupling temperature; None: tuned while running."""
+    """Coupling temperature: candidates are ranked by log q / tau + the target's noise
+    (tlt/speculation/__init__.py), q at the sequence's temperature; None: tuned while running."""
     window: int = 4096
     """Positions per sequence that the drafter sees."""
     calibrate: bool = True
@@ -97,7 +95,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     ) -> None:
         self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
         self.choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
-        self.is_coupled = settings.ranking == "coupled"
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
         trained = training_capture(model.config, target.config.num_layers)
@@ -191,14 +188,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return min(strategy.depth, self.model.config.max_depth)
 
     def _rank(self, front: _Front, logits_BTV: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise if
-        coupled, else log q, up to a constant per node), and at level 0 `TauSearch.guess`.
+        """Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, up to
+        a constant per node), and at level 0 `TauSearch.guess`.
 
         With noise, the log-softmax of the scores is no log-probability; `Calibration.estimate` corrects it.
         """
         scaled_BTV = front.params.scale(logits_BTV)
-        if not self.is_coupled:
-            return scaled_BTV, scaled_BTV, None
         noise_BV = front.noise.of_level(level, self.model.token_ids)
         guesses_KB = None
         if level == 0:
