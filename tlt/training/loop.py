@@ -164,7 +164,7 @@ def finish(run: Run) -> None:
     save_state(run)
     with run.console.status("writing the policy", is_noted=False):
         run.save_policy(run.out_dir / "policy")
-        if run.config.lora.rank:
+        if run.config.lora.is_used:
             run.save_adapter(run.out_dir / "adapter")
     on_leader(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
 

@@ -277,7 +277,7 @@ def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]
     where = f"{machine.num_gpus} GPU(s) of {memory}" if machine.num_gpus else f"{memory} of memory"
     size = f"{short_count(count_parameters(facts.model.shape))} parameters"
     told = f"fit {where}" if fits(run) else f"do not fit {where}: {judge(run).line}"
-    kind = "adapters beside" if run.config.lora.rank else "all weights of"
+    kind = "adapters beside" if run.config.lora.is_used else "all weights of"
     whys = {"lora.rank": f"{kind} {size} {told}"} | _WHYS
     for key, value in keys.items():
         if key != MICRO_BATCH or value != MICRO_BATCHES[0]:

@@ -132,7 +132,7 @@ def _changes(run: PlannedRun) -> list[dict[str, Any]]:
         changes.append({"rollout.kv_gib": None})
     if run.engine_dtype == torch.float32:
         changes.append({"run.dtype": "bfloat16"} | pinned)
-    if lora.rank and lora.base_dtype is None and config.run.dtype != "float64":
+    if lora.is_used and lora.base_dtype is None and config.run.dtype != "float64":
         changes.append({"lora.base_dtype": "bfloat16"} | pinned)
     if run.num_ranks > 1 and parallel.param_dtype is None:
         changes.append({"parallel.policy": "fsdp", "parallel.param_dtype": "bfloat16"})

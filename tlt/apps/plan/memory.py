@@ -93,7 +93,7 @@ def plan_memory(run: PlannedRun) -> MemoryPlan:
 
 def _standing(r: PlannedRun) -> Iterator[Term]:
     config, size, cut = r.config, r.engine_dtype.itemsize, r.num_slices
-    trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.rank > 0
+    trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.is_used
     on_cpu = not r.is_gpu
     has_layout = on_cpu and cpu_kernels.has_matrices(r.engine_dtype)  # oneDNN's, of the head beside its rows
     copy = weights + has_layout * r.model.vocab_size * r.model.hidden_size * size
@@ -222,21 +222,21 @@ def _update(r: PlannedRun) -> Iterator[Term]:
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)
-    layer = activations_per_token(c) + lora.rank * len(lora.targets)
+    layer = activations_per_token(c) + lora.values_between
     kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
     activations = tokens * (kept + 3 * c.intermediate_size + 6 * c.hidden_size) * size
     stepped = r.trained_bytes // r.num_slices if r.is_gpu else 0  # AdamW's copies, once the others are gone
     how = f"{tokens} tokens × {'layers, checkpointed' if parallel.checkpoint_activations else 'all layers'}"
     yield Term("activations", ("update",), max(activations, stepped), how)
-    head = 0 if lora.rank else c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size) * size
+    head = 0 if lora.is_used else c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size) * size
     rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))
     logits = rows * c.vocab_size * (8 + size) + head
     yield Term("logits", ("update",), logits, f"{rows} rows with gradients, and the head's gradient")
     ends = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
     each = (r.num_parameters - ends) // c.num_layers
     whole = (2 * each + ends) * size
-    gathered = r.is_sharded * whole * (1 if lora.rank else 2)  # with their gradients
+    gathered = r.is_sharded * whole * (1 if lora.is_used else 2)  # with their gradients
     yield Term("gathered layers", ("update",), gathered, "two layers, embedding and head, whole")
-    merged = each * r.frozen if lora.rank else 0
+    merged = each * r.frozen if lora.is_used else 0
     packed = max(2 * c.intermediate_size * c.hidden_size * (16 + r.frozen), r.is_sharded * ends * size)
     yield Term("a layer for the engine", ("save",), merged + packed, "joined and scaled in float64")

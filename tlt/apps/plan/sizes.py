@@ -74,7 +74,7 @@ class PlannedRun:
     @property
     def trained_bytes(self) -> int:
         lora = self.config.lora
-        num_trained = count_adapters(self.model, lora) if lora.rank else self.num_parameters
+        num_trained = count_adapters(self.model, lora) if lora.is_used else self.num_parameters
         return num_trained * master_dtype(self.config).itemsize
 
     @property

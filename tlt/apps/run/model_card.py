@@ -85,7 +85,7 @@ def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str |
     """
     config = run.config
     data = _named(config.task.data)
-    tags = ["tlt", "reinforcement-learning", config.algorithm.name, *(["lora"] if config.lora.rank else [])]
+    tags = ["tlt", "reinforcement-learning", config.algorithm.name, *(["lora"] if config.lora.is_used else [])]
     head = _front_matter(
         base_model=_named_model(run),
         datasets=[data] if data and Repository.parse(data) else None,
@@ -149,7 +149,7 @@ def _method(about: Mapping[str, Any]) -> Method:
 def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
     config = run.config
     problems, samples = config.rollout.problems_per_step, config.rollout.samples_per_problem
-    kind = f"LoRA adapters of rank {config.lora.rank}, merged" if config.lora.rank else "all weights"
+    kind = f"{config.lora.told}, merged" if config.lora.is_used else "all weights"
     rewards = [name for name in config.rewards.functions if name != "task"]
     return {
         "base model": _named_model(run) or Path(run.base).name,

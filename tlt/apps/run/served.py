@@ -98,7 +98,7 @@ def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) ->
     dtype, saved = master_dtype(config), SavedTensors(path, manifest, "policy.")
     model = open_start(config, dtype)
     policy: Mapping[str, Tensor] = saved
-    if config.lora.rank:
+    if config.lora.is_used:
         adapter = Adapter(
             config.lora, {name: saved[name] for name in adapter_shapes(model.config, config.lora)}
         )

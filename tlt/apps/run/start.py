@@ -226,7 +226,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
-    num_adapted = count_adapters(model, config.lora) if config.lora.rank else None
+    num_adapted = count_adapters(model, config.lora) if config.lora.is_used else None
     read_start(config, model)
     stored = None
     if (drafter := drafter_folder(config)) is not None:
@@ -314,7 +314,7 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
     if num_adapted is None:
         return ""
     share = f"{short_count(num_adapted)} parameters beside {short_count(num_parameters)} frozen ones"
-    return f", LoRA of rank {config.lora.rank} on {', '.join(config.lora.targets)}: {share}"
+    return f", {config.lora.told}: {share}"
 
 
 def describe_algorithm(config: Config) -> str:

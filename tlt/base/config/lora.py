@@ -38,6 +38,19 @@ class LoraSection(Section):
     float32 (float64 if run.dtype is)."""
 
     @property
+    def is_used(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def told(self) -> str:
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}"
+
+    @property
+    def values_between(self) -> int:
+        """Values per layer and token between the adapters' matrices."""
+        return self.rank * len(self.targets)
+
+    @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
@@ -45,7 +58,7 @@ class LoraSection(Section):
     def _is_on_where_it_is_described(self) -> LoraSection:
         fields = type(self).model_fields.items()
         changed = next((name for name, field in fields if getattr(self, name) != field.default), None)
-        if changed is not None and not self.rank:
+        if changed is not None and not self.is_used:
             told = f"{changed} is set but rank is 0, so that there are no adapters"
             raise mistake(f"{told}: set rank, or remove {changed}")
         if len(set(self.targets)) < len(self.targets):

@@ -124,7 +124,7 @@ class ModelSection(Section):
     first and stays with it."""
     adapter: AnyPath | None = None
     """LoRA adapter to start from: a folder as PEFT saves it, or OWNER/NAME on the hub. It is merged into the
-    model; where lora.rank is set, it is trained on instead, and [lora] must describe it."""
+    model; where [lora] is used, it is trained on instead, and [lora] must describe it."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the tokenizer's chat template."""
 

@@ -109,7 +109,7 @@ def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | Non
 def open_start(config: Config, dtype: torch.dtype) -> Model:
     """Opens a run's initial policy. An adapter is trained further if the run trains adapters, else merged."""
     folder, adapter = model_folder(config), adapter_folder(config)
-    if adapter is None or not config.lora.rank:
+    if adapter is None or not config.lora.is_used:
         return open_model(folder, dtype, adapter)
     model = open_model(folder, dtype)
     return replace(model, adapter=read_start(config, model.config))
@@ -120,12 +120,12 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
-    if config.lora.rank and adapter.without is not None:
+    if config.lora.is_used and adapter.without is not None:
         raise UserError(
             f"model.adapter: {folder} does not adapt {adapter.without}, as a run that trains adapters does; "
             "train the whole policy with lora.rank 0"
         )
-    for key in ("rank", "scale", "targets") if config.lora.rank else ():
+    for key in ("rank", "scale", "targets") if config.lora.is_used else ():
         wanted, found = (
             sorted(v) if isinstance(v := getattr(lora, key), tuple) else v
             for lora in (config.lora, adapter.lora)

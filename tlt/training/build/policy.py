@@ -33,7 +33,7 @@ def build_policy_trainer(
 
     policy, reference = build(), None
     if config.algorithm.kl_coefficient > 0:
-        starts_from_base = config.lora.rank and model.adapter is None
+        starts_from_base = config.lora.is_used and model.adapter is None
         reference = BaseOf(policy) if starts_from_base else build()
     return PolicyTrainer(
         policy,
@@ -74,7 +74,7 @@ def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
     """The module is on the meta device."""
     with torch.device("meta"):
         policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
-    if config.lora.rank:
+    if config.lora.is_used:
         add_adapters(policy, config.lora, master_dtype(config))
     return policy
 

@@ -82,9 +82,9 @@ def num_cores() -> int:
 def standing_bytes(config: Config, shape: ModelConfig) -> int:
     """Bytes of a rank on CPUs without caches and activations: less than `tlt plan memory` counts, but
     known before a prompt is read."""
-    num, rank = count_parameters(shape), config.lora.rank
-    trained = (count_adapters(shape, config.lora) if rank else num) * master_dtype(config).itemsize
-    frozen = num * base_dtype(config).itemsize if rank else 0
+    num, has_lora = count_parameters(shape), config.lora.is_used
+    trained = (count_adapters(shape, config.lora) if has_lora else num) * master_dtype(config).itemsize
+    frozen = num * base_dtype(config).itemsize if has_lora else 0
     engine = num * resolve_dtype(config.run.dtype).itemsize
     return CPU_PROCESS_BYTES + _TRAINED_COPIES * trained + frozen + engine
 
