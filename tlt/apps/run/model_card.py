@@ -85,7 +85,12 @@ def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str |
     """
     config = run.config
     data = _named(config.task.data)
-    tags = ["tlt", "reinforcement-learning", config.algorithm.name, *(["lora"] if config.lora.is_used else [])]
+    tags = [
+        "tlt",
+        "reinforcement-learning",
+        config.algorithm.name,
+        *(["lora"] if config.lora.is_used else []),
+    ]
     head = _front_matter(
         base_model=_named_model(run),
         datasets=[data] if data and Repository.parse(data) else None,
