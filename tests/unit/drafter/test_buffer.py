@@ -72,6 +72,10 @@ def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
     assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
 
 
+def test_a_response_of_which_no_pair_predicts_a_token_is_not_kept() -> None:
+    assert [len(coded_buffer([(length, 1)], 0)) for length in (2, 3)] == [0, 1]
+
+
 def test_of_a_prompt_much_longer_than_its_response_every_window_holds_some_of_the_response() -> None:
     buffer, num_prompt, length = coded_buffer([(505, 500)], 1), 500, 505
     predicted = torch.zeros(length)
