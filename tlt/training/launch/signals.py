@@ -205,12 +205,12 @@ class Supervisor:
             alive = set(range(len(ranks)))
             while alive:
                 wait([ranks[rank].sentinel for rank in alive], timeout=0.1)
+                self._attend(ranks)  # first: a rank that has heard the signal may have ended already
                 ended = [rank for rank in sorted(alive) if ranks[rank].exitcode is not None]
                 if failed := [rank for rank in ended if ranks[rank].exitcode]:
                     time.sleep(_SETTLE_SECONDS)
                     return failed
                 alive -= set(ended)
-                self._attend(ranks)
             return []
         finally:
             self._kill(ranks)
