@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "law": (["tlt/speculation/law"], [LAW]),
     "engine": (["tlt/engine/own"], ["tests/unit/engine/own", LAW]),
     "drafting": (["tlt/drafter/drafting"], ["tests/unit/drafter", LAW]),
-    "models": (MODELS, ["tests/unit/models", "tests/unit/engine/own", LAW]),
+    "models": (MODELS, ["tests/unit/models", "tests/unit/engine/own", "tests/unit/drafter", LAW]),
 }
 """Each room's files, and the tests that should notice a change there."""
 
