@@ -39,16 +39,11 @@ from tlt.training.report.ratio import Ratio, in_turns
 
 @dataclass(frozen=True)
 class Trace:
-    """One rollout: its seconds, and by strategy.
-
-    prediction_error: |predicted / real speed - 1|, averaged over strategies by their seconds; None where
-    nothing was predicted.
-    """
+    """One rollout: its seconds, and by strategy."""
 
     seconds: float
     accept_length: float | None
     strategy_seconds: Mapping[str, float]
-    prediction_error: float | None
 
 
 def trace(engine: RolloutBackend, requests: Sequence[Request]) -> tuple[list[Rollout], Trace]:
@@ -58,15 +53,8 @@ def trace(engine: RolloutBackend, requests: Sequence[Request]) -> tuple[list[Rol
     start = time.perf_counter()
     rollouts = sorted(engine.generate(requests), key=lambda r: (r.problem_id, r.sample_index))
     seconds = time.perf_counter() - start
-    strategies = engine.stats.by_strategy
-    errors = [
-        (abs(s.predicted_speed / s.speed - 1), s.seconds)
-        for s in strategies.values()
-        if s.predicted_speed is not None
-    ]
-    error = sum(e * w for e, w in errors) / sum(w for _, w in errors) if errors else None
-    by_seconds = {name: s.seconds for name, s in strategies.items()}
-    return rollouts, Trace(seconds, engine.stats.accept_length, by_seconds, error)
+    by_seconds = {name: s.seconds for name, s in engine.stats.by_strategy.items()}
+    return rollouts, Trace(seconds, engine.stats.accept_length, by_seconds)
 
 
 def side_by_side(
@@ -121,7 +109,6 @@ def longtail(
         },
         "accept_length": {name: ts[-1].accept_length for name, ts in traces.items()},
         "strategy_seconds": {name: dict(ts[-1].strategy_seconds) for name, ts in traces.items()},
-        "prediction_error": {name: ts[-1].prediction_error for name, ts in traces.items()},
         "num_different": num_different,
     }
 

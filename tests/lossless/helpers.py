@@ -149,7 +149,7 @@ class ArtificialDrafter(Drafter[Proposal]):
         context: DraftContext,
         strategy: Strategy,
         noise: DraftNoise,
-        unwanted: Sequence[int] = (),
+        discarded: Sequence[int] = (),
     ) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)
         tokens, parents = [], []

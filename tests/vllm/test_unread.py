@@ -80,7 +80,8 @@ def test_drafts_are_those_of_a_drafter_that_ran_in_every_step(
 
     requests = countdown(20, 60)
     with monkeypatch.context() as patch:
-        patch.setattr(unread.UnreadPositions, "keep", lambda *_: True)
+        patch.setattr(unread.UnreadPositions, "must_run", lambda *_: True)
+        patch.setattr(unread.UnreadPositions, "store", lambda *_: None)
         expected = drafts_of(live, requests, LENGTHS[when]())
     runner = runner_of(live)
     if room == "three positions":

@@ -145,7 +145,6 @@ class RolloutRecord:
         as vLLM counts them.
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: measured tokens per second under each strategy.
-    strategy_predicted: the tuner's prediction of strategy_speed.
     followed_by_age: accepted tokens drafted from references, by the number of updates between the two
         policies.
     """
@@ -159,7 +158,6 @@ class RolloutRecord:
     accept_length: float
     strategy_seconds: dict[str, float]
     strategy_speed: dict[str, float]
-    strategy_predicted: dict[str, float]
     draft_acceptance_rate: float = NAN
     draft_mean_acceptance_length: float = NAN
     draft_acceptance_rate_pos: tuple[float, ...] = ()

@@ -103,9 +103,10 @@ class Drafter(Drafting, ABC, Generic[P]):
         context: DraftContext,
         strategy: Strategy,
         noise: DraftNoise,
-        unwanted: Sequence[int] = (),
+        discarded: Sequence[int] = (),
     ) -> P:
-        """A tree for each sequence. unwanted: rows to be discarded; nothing is learned from them."""
+        """A tree for each sequence. discarded: rows whose drafts are not verified: their
+        verdicts are of other drafts."""
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
         """Learns from the verdicts, row by row."""
@@ -154,7 +155,7 @@ class NoDrafter(Drafter[Proposal]):
     """An engine's drafter until one is loaded."""
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> Proposal:
         raise AssertionError(f"no drafter is loaded, so {strategy} cannot be used")
 
@@ -228,9 +229,9 @@ class LentDrafter(WrappingDrafter[Any]):
         self.inner, self.kinds = drafter, drafter.kinds
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> Any:
-        return self.inner.propose(context, strategy, noise, unwanted)
+        return self.inner.propose(context, strategy, noise, discarded)
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         self.inner.withdraw(slot)

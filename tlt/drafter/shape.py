@@ -69,18 +69,18 @@ class DrafterShape:
         return Strategy.MAX_DEPTH
 
     @property
-    def numbers_per_read(self) -> int:
-        """Matrix elements read once per committed token, without the head."""
+    def weights_per_read(self) -> int:
+        """Weights of the matrices read once per committed token, without the head."""
         raise NotImplementedError
 
     @property
-    def numbers_per_draft(self) -> int:
-        """Matrix elements read once per draft."""
+    def weights_per_draft(self) -> int:
+        """Weights read once per draft."""
         raise NotImplementedError
 
     @property
-    def numbers_per_level(self) -> int:
-        """Matrix elements read per drafted token."""
+    def weights_per_level(self) -> int:
+        """Weights read per drafted token."""
         raise NotImplementedError
 
 
@@ -107,20 +107,20 @@ class EagleShape(DrafterShape):
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
     @property
-    def numbers_per_read(self) -> int:
+    def weights_per_read(self) -> int:
         return (
-            layer_numbers(self.layer, max(len(self.layer_norms), 1)) + self.fc_size * self.layer.hidden_size
+            layer_weights(self.layer, max(len(self.layer_norms), 1)) + self.fc_size * self.layer.hidden_size
         )
 
     @property
-    def numbers_per_draft(self) -> int:
+    def weights_per_draft(self) -> int:
         return 0
 
     @property
-    def numbers_per_level(self) -> int:
+    def weights_per_level(self) -> int:
         """eagle3's fc reads committed tokens alone."""
         fc = self.fc_size * self.layer.hidden_size
-        return self.numbers_per_read if self.method == "eagle" else self.numbers_per_read - fc
+        return self.weights_per_read if self.method == "eagle" else self.weights_per_read - fc
 
 
 @dataclass(frozen=True)
@@ -147,21 +147,21 @@ class BlockShape(DrafterShape):
         return self.block_size - self.first_slot
 
     @property
-    def numbers_per_read(self) -> int:
+    def weights_per_read(self) -> int:
         c = self.layer
         return (self.fc_size + c.num_layers * 2 * c.num_kv_heads * c.head_dim) * c.hidden_size
 
     @property
-    def numbers_per_draft(self) -> int:
-        return self.layer.num_layers * layer_numbers(self.layer)
+    def weights_per_draft(self) -> int:
+        return self.layer.num_layers * layer_weights(self.layer)
 
     @property
-    def numbers_per_level(self) -> int:
+    def weights_per_level(self) -> int:
         return self.markov_rank * self.draft_vocab_size
 
 
-def layer_numbers(c: ModelConfig, num_inputs: int = 1) -> int:
-    """Matrix elements of a layer whose attention reads `num_inputs` hidden states."""
+def layer_weights(c: ModelConfig, num_inputs: int = 1) -> int:
+    """Weights of a layer whose attention reads `num_inputs` hidden states."""
     attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
     return attention + 3 * c.hidden_size * c.intermediate_size
 

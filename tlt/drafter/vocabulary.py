@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tlt.base.kinds import DraftVocab
 from tlt.base.types import Rollout, UserError
-from tlt.drafter.shape import DrafterShape, layer_numbers
+from tlt.drafter.shape import DrafterShape, layer_weights
 from tlt.models.decoder import ModelConfig
 
 HEAD_SHARE = 0.1
@@ -65,8 +65,8 @@ class DraftCosts:
     @staticmethod
     def of(target: ModelConfig, shape: DrafterShape) -> DraftCosts:
         row = target.hidden_size
-        forward = target.num_layers * layer_numbers(target) + target.vocab_size * row
-        layer = shape.numbers_per_level + shape.numbers_per_draft // DEPTH
+        forward = target.num_layers * layer_weights(target) + target.vocab_size * row
+        layer = shape.weights_per_level + shape.weights_per_draft // DEPTH
         return DraftCosts(forward, layer, row, target.vocab_size)
 
     @property

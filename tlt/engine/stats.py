@@ -14,29 +14,18 @@ from tlt.speculation.tuner.protocol import NO_EXPECTATION, ExpectedSpeeds, StepO
 
 @dataclass
 class StrategyStats:
-    """predicted_tokens, predicted_seconds: of the steps for which the tuner made a prediction."""
-
     num_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    predicted_tokens: float = 0.0
-    predicted_seconds: float = 0.0
 
     @property
     def speed(self) -> float:
         return self.num_tokens / self.seconds
 
-    @property
-    def predicted_speed(self) -> float | None:
-        return self.predicted_tokens / self.predicted_seconds if self.predicted_seconds else None
-
-    def record(self, outcome: StepOutcome, predicted_speed: float | None) -> None:
+    def record(self, outcome: StepOutcome) -> None:
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
         self.seconds += outcome.seconds
-        if predicted_speed is not None:
-            self.predicted_tokens += predicted_speed * outcome.seconds
-            self.predicted_seconds += outcome.seconds
 
     def add(self, other: StrategyStats) -> None:
         for f in fields(self):
@@ -50,6 +39,7 @@ class EngineStats:
     num_preemptions: sequences returned to the queue for lack of memory.
     num_reread_tokens: tokens prefilled again after preemptions.
     followed_by_age: accepted tokens of references, by updates since the reference's policy.
+    predicted_seconds: of the steps whose speed the tuner predicted.
     won_seconds: saved by references: predicted seconds without them, less measured seconds.
     sequence_seconds: sum over engine steps of running sequences x seconds.
     latest: None where the latest engine step admitted sequences.
@@ -66,6 +56,7 @@ class EngineStats:
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)
+    predicted_seconds: float = 0.0
     won_seconds: float = 0.0
     sequence_seconds: float = 0.0
     latest: TimedStep | None = None
@@ -125,7 +116,9 @@ class EngineStats:
     ) -> None:
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
-        self.by_strategy[strategy].record(outcome, expected.chosen)
+        self.by_strategy[strategy].record(outcome)
+        if expected.chosen is not None:
+            self.predicted_seconds += outcome.seconds
         if expected.otherwise is not None:
             self.won_seconds += outcome.num_tokens / expected.otherwise - outcome.seconds
         self.sequence_seconds += num_running * outcome.seconds

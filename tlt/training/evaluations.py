@@ -90,7 +90,7 @@ class Evaluations:
     """The same on every rank; the leader writes them to a file.
 
     first_step: later evaluations are dropped, because the run has resumed from before them.
-    tell: broadcasts the leader's value to all ranks; None: one rank.
+    broadcast: sends the leader's value to all ranks; None: a single rank.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Evaluations:
         path: Path,
         first_step: int,
         writes: bool,
-        tell: Callable[[Any], Any] | None = None,
+        broadcast: Callable[[Any], Any] | None = None,
         by_reward: bool = False,
     ) -> None:
         self.path, self.writes, self.by_reward = path, writes, by_reward
-        is_asked = writes or tell is None
+        is_asked = writes or broadcast is None
         self.all = [one for one in read_evaluations(path) if one.step <= first_step] if is_asked else []
-        if tell is not None:
-            self.all = [Evaluation(**line) for line in tell([*map(dataclasses.asdict, self.all)])]
+        if broadcast is not None:
+            self.all = [Evaluation(**line) for line in broadcast([*map(dataclasses.asdict, self.all)])]
         if writes and path.exists():
             self._rewrite()
 

@@ -65,15 +65,15 @@ def test_its_costs_are_those_of_the_matrices_that_are_read() -> None:
     layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
     kv = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
     shape = model.config
-    assert shape.numbers_per_draft == layers
-    assert shape.numbers_per_read == sizes["fc.weight"] + kv
-    assert shape.numbers_per_level == sizes["markov_head.markov_w2.weight"]
+    assert shape.weights_per_draft == layers
+    assert shape.weights_per_read == sizes["fc.weight"] + kv
+    assert shape.weights_per_level == sizes["markov_head.markov_w2.weight"]
     prior = cost_prior(DEEP, shape)
     assert prior.draft is not None
     assert prior.level_row is not None
-    assert prior.draft / prior.read == pytest.approx(layers / shape.numbers_per_read)
+    assert prior.draft / prior.read == pytest.approx(layers / shape.weights_per_read)
     passed = layers + sizes["markov_head.markov_w2.weight"] + shape.draft_vocab_size * SIZE
-    assert prior.level_row / prior.read == pytest.approx(passed / shape.numbers_per_read)
+    assert prior.level_row / prior.read == pytest.approx(passed / shape.weights_per_read)
 
 
 # ── the forward ─────────────────────────────────────────────────────────────────────────────────────────────

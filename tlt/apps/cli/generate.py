@@ -117,7 +117,6 @@ def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) 
         "draft_acceptance_rate_pos": stats.draft_acceptance_rate_pos,
         "strategy_seconds": {name: s.seconds for name, s in stats.by_strategy.items()},
         "strategy_speed": {name: s.speed for name, s in stats.by_strategy.items()},
-        "strategy_predicted": {name: s.predicted_speed for name, s in stats.by_strategy.items()},
         "truncated_share": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
 
@@ -131,12 +130,7 @@ def summarize(record: Record) -> Summary:
         rows["accepted by depth"] = "  ".join(map(percent, record["draft_acceptance_rate_pos"]))
     rows |= {name: record[name] for name in ("truncated_share", "device", "elapsed")}
     rows["strategies"] = [
-        {
-            "strategy": name,
-            "time_seconds": seconds,
-            "tokens/s": record["strategy_speed"][name],
-            "predicted": record["strategy_predicted"].get(name),
-        }
+        {"strategy": name, "time_seconds": seconds, "tokens/s": record["strategy_speed"][name]}
         for name, seconds in record["strategy_seconds"].items()
     ]
     time = written("seconds", record["seconds"])

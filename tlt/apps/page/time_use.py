@@ -22,7 +22,7 @@ import numpy as np
 from tlt.apps.page.gather import RunRecords, Values
 from tlt.base.spans import Span, SpanName
 from tlt.training.report.record import StepRecord
-from tlt.training.report.timeline import read_row, timeline_paths
+from tlt.training.report.timeline import SpanRow, timeline_paths
 
 MAX_RANKS = 16
 NUM_COLUMNS = 600
@@ -175,7 +175,7 @@ def _spans_from(file: IO[bytes], offset: int) -> Iterator[Span]:
         file.readline()
     for line in file:
         try:
-            name, begin, end, _, _, *batch = read_row(line)
+            row = SpanRow.from_json(line)
         except (ValueError, TypeError, OverflowError, RecursionError):
             continue
-        yield Span(name, begin, end, *batch)
+        yield row.span

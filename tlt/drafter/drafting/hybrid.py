@@ -77,13 +77,13 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         self.learned_accepted = counters[0]["learned_accepted"]
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> HybridProposal:
-        num_rows, discarded = len(context.tokens), set(unwanted)
+        num_rows, skipped = len(context.tokens), set(discarded)
         match strategy.drafter:
             case "learned":
-                learned = self.learned.propose(context, strategy, noise, unwanted)
-                is_retrieved = tuple(row in discarded for row in range(num_rows))
+                learned = self.learned.propose(context, strategy, noise, discarded)
+                is_retrieved = tuple(row in skipped for row in range(num_rows))
                 return HybridProposal(learned.tree, is_retrieved, learned)
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise)
@@ -91,7 +91,7 @@ class HybridDrafter(WrappingDrafter[HybridProposal]):
         retrieved = self.ngram.propose(context, strategy, noise)
         expected = [sum(self.ngram.survival(row, strategy.depth)) for row in retrieved.retrieved]
         is_retrieved = tuple(
-            row in discarded or tokens > self.learned_accepted for row, tokens in enumerate(expected)
+            row in skipped or tokens > self.learned_accepted for row, tokens in enumerate(expected)
         )
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)

@@ -206,11 +206,11 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> ReferenceProposal:
         self._read(context.tokens)
         if not strategy.uses_references:
-            inner = self.inner.propose(context, strategy, noise, unwanted)
+            inner = self.inner.propose(context, strategy, noise, discarded)
             return ReferenceProposal(inner.tree, inner)
         cursors = self.cursors[: len(context.tokens)]
         rows = zip(cursors, context.tokens, context.requests, strict=True)
@@ -220,10 +220,10 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
         tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])
         used = zip(drafts, cursors, strict=True)
         versions = tuple(cursor.version if draft and cursor else None for draft, cursor in used)
-        unwanted = [row for row, version in enumerate(versions) if version is not None]
-        if strategy.without_reference.is_off or len(unwanted) == len(versions):
+        discarded = [row for row, version in enumerate(versions) if version is not None]
+        if strategy.without_reference.is_off or len(discarded) == len(versions):
             return ReferenceProposal(tree, references=versions)
-        inner = self.inner.propose(context, strategy.without_reference, noise, unwanted)
+        inner = self.inner.propose(context, strategy.without_reference, noise, discarded)
         tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
         return ReferenceProposal(tree, inner, references=versions)
 

@@ -61,7 +61,9 @@ class VllmEngine(RolloutBackend):
         self._reading: set[str] = set()
         """Sequences whose prompt vLLM is still reading."""
         self._numbers = itertools.count()
-        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+        self._verifies = self._drafts = Strategy.OFF
+        """Strategies of a step: of the drafts that it verifies, made by the step before, and of the drafts
+        that it makes for the next."""
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +107,7 @@ class VllmEngine(RolloutBackend):
 
     def abort(self) -> None:
         super().abort()
-        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+        self._verifies = self._drafts = Strategy.OFF
 
     def release(self) -> None:
         assert self.is_idle
@@ -123,7 +125,6 @@ class VllmEngine(RolloutBackend):
         start, read_prompts = time.perf_counter(), bool(self._reading)
         batch = self._batch_state()
         self._choose(batch)
-        self._verified_by, self._drafted_by = self._drafted_by, self._strategy
         outputs = self.link.step()
         num_tokens = 0
         rows: list[tuple[int, int, int, str]] = []  # drafted, accepted, kept, name
@@ -133,7 +134,7 @@ class VllmEngine(RolloutBackend):
             num_kept = self._commit(name, token_ids, logprobs, verified)
             num_tokens += num_kept
             # finding no draft is an outcome of the strategy, too
-            if num_drafted or not (self._verified_by.is_off or name in self._reading):
+            if num_drafted or not (self._verifies.is_off or name in self._reading):
                 rows.append((num_drafted, num_accepted, num_kept, name))
         self._reading -= outputs.keys()
         drafted, accepted, kept, names = zip(*rows, strict=True) if rows else ((),) * 4
@@ -141,7 +142,7 @@ class VllmEngine(RolloutBackend):
             self.stats.record_verifications(drafted, accepted, kept, max(drafted))
         seconds = time.perf_counter() - start
         outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names)
-        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
+        self._account(self._verifies if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
@@ -178,9 +179,11 @@ class VllmEngine(RolloutBackend):
         """A choice holds for at least two steps: the second both drafts and verifies by it."""
         if self.tuner is None:
             return
-        if self._verified_by == self._strategy:
-            self._strategy = self.tuner.choose(batch)
-        self.link.draft(min(self._strategy.depth, self.link.max_depth))
+        is_proven = self._verifies == self._drafts
+        self._verifies = self._drafts
+        if is_proven:
+            self._drafts = self.tuner.choose(batch)
+        self.link.draft(min(self._drafts.depth, self.link.max_depth))
 
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
@@ -191,19 +194,19 @@ class VllmEngine(RolloutBackend):
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         rejected = draft[num_accepted] if num_accepted < len(draft) else None
         verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)
-        return sequence.commit(verdict, self.decode, self._verified_by.drafter)
+        return sequence.commit(verdict, self.decode, self._verifies.drafter)
 
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
     ) -> None:
         """The tuner learns only from steps that read no prompts."""
         is_typical = outcome.num_tokens > 0 and not read_prompts
-        is_steady = is_typical and strategy == self._strategy
+        is_steady = is_typical and strategy == self._drafts
         expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
         self._count_step(strategy, batch, outcome, start, expected)
         self.stats.num_preemptions += self.link.take_preemptions()
         if self.tuner is not None and is_typical:
-            drafted_next = None if is_steady else self._strategy
+            drafted_next = None if is_steady else self._drafts
             self.tuner.observe(strategy, batch, dataclasses.replace(outcome, drafted_next=drafted_next))
 
     def _finish(self, captures: bool) -> list[Finished]:

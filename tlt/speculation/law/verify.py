@@ -79,10 +79,14 @@ def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: lis
     end = 1
     while end < length and tokens[end] == chosen[end - 1]:
         end += 1
-    rejected = tokens[end] if end < length else None
-    path = tuple(range(end))
     return Verdict(
-        tuple(chosen[:end]), end - 1, path, tuple(logprobs[:end]), length - 1, rejected, length - 1
+        tokens=tuple(chosen[:end]),
+        num_accepted=end - 1,
+        path=tuple(range(end)),
+        logprobs=tuple(logprobs[:end]),
+        num_drafted=length - 1,
+        rejected=tokens[end] if end < length else None,
+        num_levels=length - 1,
     )
 
 
@@ -96,11 +100,11 @@ def _walk_tree(tokens: list[int], parents: list[int], chosen: list[int], logprob
             node = child
             path.append(child)
     return Verdict(
-        tuple(chosen[i] for i in path),
-        len(path) - 1,
-        tuple(path),
-        tuple(logprobs[i] for i in path),
-        len(tokens) - parents.count(-1),  # neither the root nor padding has a parent
-        tokens[parents.index(node)] if node in parents else None,
-        max(depths),
+        tokens=tuple(chosen[i] for i in path),
+        num_accepted=len(path) - 1,
+        path=tuple(path),
+        logprobs=tuple(logprobs[i] for i in path),
+        num_drafted=len(tokens) - parents.count(-1),  # neither the root nor padding has a parent
+        rejected=tokens[parents.index(node)] if node in parents else None,
+        num_levels=max(depths),
     )

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -97,11 +97,13 @@ class Job(NamedTuple):
     call: Call
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
+    """own: the task's score; of_functions: the reward functions'. None: not given yet, or never."""
+
     response: Completion
-    parts: dict[bool, Reward] = field(default_factory=dict)
-    """True: the reward functions'; False: the task's own score."""
+    own: Reward | None = None
+    of_functions: Reward | None = None
 
 
 class RewardPool:
@@ -233,11 +235,14 @@ class RewardPool:
                 continue
             if isinstance(result, Exception):
                 raise result
-            pending.parts[job.call.is_group] = result[number]
-            if len(pending.parts) == self.by_group + self._scorer.scores_alone:
+            if job.call.is_group:
+                pending.of_functions = result[number]
+            else:
+                pending.own = result[number]
+            num_known = sum(part is not None for part in (pending.own, pending.of_functions))
+            if num_known == self.by_group + self._scorer.scores_alone:
                 del self._pending[response_id]
-                alone, together = pending.parts.get(False), pending.parts.get(True)
-                rewards[response_id] = self._scorer.combine(alone, together)
+                rewards[response_id] = self._scorer.combine(pending.own, pending.of_functions)
         return rewards
 
     def _serve(self) -> None:

@@ -34,10 +34,10 @@ class Waiting:
         self.is_over = threading.Event()
         """Set when this process ends: every wait ends at once."""
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
 
-    def hear(self, key: str, whom: str) -> Any:
+    def wait_for(self, key: str, whom: str) -> Any:
         deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
         while (value := read_now(self._store, key)) == ABSENT:
             if self.is_over.wait(pause):
@@ -59,7 +59,7 @@ def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
         return
     waiting, key = connect_waiting(world), f"lead/{name}"
     if not world.is_leader:
-        is_mistake, failure = waiting.hear(key, f"rank 0 ({name})")
+        is_mistake, failure = waiting.wait_for(key, f"rank 0 ({name})")
         if failure:
             raise UserError(failure) if is_mistake else RuntimeError(f"rank 0 failed ({name}): {failure}")
         return
@@ -70,7 +70,7 @@ def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
         outcome = (isinstance(error, UserError), str(error) or repr(error))
         raise
     finally:
-        waiting.tell(key, outcome)
+        waiting.publish(key, outcome)
 
 
 ROLL_CALL_SECONDS = 5.0

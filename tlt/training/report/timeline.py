@@ -37,6 +37,8 @@ DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 MERGE_GAP_SECONDS = 0.001
 """Successive spans of one name merge within this gap; engine steps only at equal strategy and batch size."""
 
+MOST = 1 << 53
+"""Bound of the counts in a row."""
 _EPOCH_ROUNDS = 7
 """Exchanges that compare clocks between machines."""
 _NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
@@ -55,6 +57,63 @@ class Epoch:
     to_rank_0: float = 0.0
     to_unix: float = 0.0
     machine: str = ""
+
+
+@dataclass(slots=True)
+class SpanRow:
+    """A line of a rank's file: a span, or several that are merged.
+
+    busy_seconds: sum of the merged spans, without the gaps between them.
+    """
+
+    name: str
+    start: float
+    end: float
+    busy_seconds: float
+    num_spans: int
+    strategy: str = ""
+    num_running: int = 0
+    num_tokens: int = 0
+
+    @staticmethod
+    def of(span: Span) -> SpanRow:
+        batch = span.strategy, span.num_running, span.num_tokens
+        return SpanRow(span.name, span.start, span.end, span.end - span.start, 1, *batch)
+
+    @property
+    def span(self) -> Span:
+        return Span(self.name, self.start, self.end, self.strategy, self.num_running, self.num_tokens)
+
+    def merge(self, span: Span) -> bool:
+        """False: they are not alike, or too far apart."""
+        is_alike = self.name == span.name and self.strategy == span.strategy
+        is_near = 0.0 <= span.start - self.end <= MERGE_GAP_SECONDS
+        if not (is_alike and is_near and self.num_running == span.num_running):
+            return False
+        self.end = span.end
+        self.busy_seconds += span.end - span.start
+        self.num_spans += 1
+        self.num_tokens += span.num_tokens
+        return True
+
+    def to_json(self, epoch: float) -> str:
+        """epoch: added to both times. A span that is no engine step ends with the number of spans."""
+        times = self.start + epoch, self.end + epoch
+        batch = (self.strategy, self.num_running, self.num_tokens) if self.strategy else ()
+        return json.dumps([self.name, *times, self.busy_seconds, self.num_spans, *batch])
+
+    @staticmethod
+    def from_json(line: str | bytes) -> SpanRow:
+        """Raises ValueError, TypeError, OverflowError or RecursionError for any other line."""
+        text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+        name, start, end, busy, count, *batch = json.loads(text)
+        seconds = float(start), float(end), float(busy)
+        if not all(map(math.isfinite, seconds)):
+            raise ValueError("a time is not finite")
+        strategy, num_running, num_tokens = batch or ("", 0, 0)
+        if not all(0 <= number < MOST for number in (count, num_running, num_tokens)):
+            raise ValueError("a count is negative or too large")
+        return SpanRow(str(name), *seconds, int(count), str(strategy), int(num_running), int(num_tokens))
 
 
 class Timeline:
@@ -78,7 +137,7 @@ class Timeline:
         self._path = None if path is None else Path(path)
         self.clock, self._say = clock, say
         self._is_lost = False
-        self._spans: list[list[Any]] = []  # rows of the file, on this rank's clock
+        self._rows: list[SpanRow] = []  # on this rank's clock
         if self._path is not None:
             with self._writing(self._path) as path:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,38 +167,25 @@ class Timeline:
 
     def add(self, span: Span) -> None:
         """Records a span measured elsewhere on this rank's clock."""
-        batch, busy = [span.strategy, span.num_running], span.end - span.start
-        if self._spans:
-            last = self._spans[-1]
-            is_alike = last[0] == span.name and last[5:7] == batch
-            if is_alike and 0.0 <= span.start - last[2] <= MERGE_GAP_SECONDS:
-                last[2] = span.end
-                last[3] += busy
-                last[4] += 1
-                last[7] += span.num_tokens
-                return
-        self._spans.append([span.name, span.start, span.end, busy, 1, *batch, span.num_tokens])
+        if not (self._rows and self._rows[-1].merge(span)):
+            self._rows.append(SpanRow.of(span))
 
     @property
     def spans(self) -> list[Span]:
-        return [_span(row) for row in self._spans]
+        return [row.span for row in self._rows]
 
     def flush(self) -> None:
         """Once a step. Without a file spans stay until `clear`."""
-        if self._path is None or not self._spans:
+        if self._path is None or not self._rows:
             return
-        epoch = self.epoch.to_unix
-        lines = [
-            json.dumps([name, start + epoch, end + epoch, busy, count, *(batch if batch[0] else ())])
-            for name, start, end, busy, count, *batch in self._spans
-        ]
+        lines = [row.to_json(self.epoch.to_unix) for row in self._rows]
         self.clear()
         if not self._is_lost:
             with self._writing(self._path) as path, path.open("a", encoding="utf-8") as file:
                 file.write("".join(line + "\n" for line in lines))
 
     def clear(self) -> None:
-        self._spans = []
+        self._rows = []
 
 
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
@@ -171,7 +217,7 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
     """Returns spans by rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
     return {
-        rank: [_span(row) for row in read_appended(path, read_row, "span")]
+        rank: [row.span for row in read_appended(path, SpanRow.from_json, "span")]
         for rank, path in timeline_paths(Path(directory)).items()
     }
 
@@ -204,21 +250,26 @@ def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
 def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-    for name, start, end, busy, count, strategy, num_running, num_tokens in rows:
-        times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
-        args: Record = {"spans": count, "busy_ms": round(busy * 1e3, 3)} if count > 1 else {}
-        if strategy:
-            args |= {"strategy": strategy, "running": num_running, "tokens": num_tokens}
-        yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **({"args": args} if args else {})}
+    for row in rows:
+        times = {"ts": _microseconds(row.start - origin), "dur": _microseconds(row.end - row.start)}
+        args: Record = {}
+        if row.num_spans > 1:
+            args = {"spans": row.num_spans, "busy_ms": round(row.busy_seconds * 1e3, 3)}
+        if row.strategy:
+            args |= {"strategy": row.strategy, "running": row.num_running, "tokens": row.num_tokens}
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "name": row.name,
+            **times,
+            **({"args": args} if args else {}),
+        }
 
 
 def timeline_paths(directory: Path) -> dict[int, Path]:
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-MOST = 1 << 53
-"""Bound of the counts in a row."""
 
 
 @dataclass(frozen=True)
@@ -234,11 +285,11 @@ class _Rows:
     first: float
     num_bad: int
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[SpanRow]:
         with self.path.open("rb") as file:
             for offset in self.offsets.tolist():
                 file.seek(offset)
-                yield read_row(file.readline())
+                yield SpanRow.from_json(file.readline())
 
 
 def _find_rows(path: Path) -> _Rows:
@@ -247,35 +298,17 @@ def _find_rows(path: Path) -> _Rows:
     with path.open("rb") as file:
         for line in iter(partial(file.readline, _LONGEST_LINE), b""):
             try:
-                _, start, end, *_ = read_row(line)
+                row = SpanRow.from_json(line)
             except (ValueError, TypeError, OverflowError, RecursionError):
                 num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
             else:
                 if line.endswith(b"\n"):
                     offsets.append(offset)
-                    starts.append(start)
-                    ends.append(end)
+                    starts.append(row.start)
+                    ends.append(row.end)
             offset += len(line)
     order = np.lexsort((-np.array(ends), np.array(starts)))
     return _Rows(path, np.array(offsets)[order], min(starts, default=0.0), num_bad)
-
-
-def read_row(line: str | bytes) -> list[Any]:
-    """Returns [name, start, end, busy seconds, spans merged, strategy, running sequences, tokens]."""
-    text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
-    name, start, end, busy, count, *batch = json.loads(text)
-    seconds = float(start), float(end), float(busy)
-    if not all(map(math.isfinite, seconds)):
-        raise ValueError("a time is not finite")
-    strategy, num_running, num_tokens = batch or ("", 0, 0)
-    if not all(0 <= number < MOST for number in (count, num_running, num_tokens)):
-        raise ValueError("a count is negative or too large")
-    return [str(name), *seconds, int(count), str(strategy), int(num_running), int(num_tokens)]
-
-
-def _span(row: list[Any]) -> Span:
-    name, start, end, _, _, *batch = row
-    return Span(name, start, end, *batch)
 
 
 def _end_torn_line(path: Path) -> None:

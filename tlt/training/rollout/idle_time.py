@@ -123,12 +123,11 @@ class IdleTime:
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
     """num_offered: tokens that were generated ahead for this phase."""
     stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
-    is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        won_seconds=stats.won_seconds if is_won_known else None,
+        won_seconds=stats.won_seconds if stats.predicted_seconds else None,
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),

@@ -29,7 +29,7 @@ from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.ahead_queue import AheadQueue
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
-from tlt.training.rollout.progress import Tell, progress_of, watching
+from tlt.training.rollout.progress import Show, progress_of, watching
 from tlt.training.rollout.protocol import DrafterTraining, Sinks
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
 from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
@@ -45,7 +45,7 @@ class StopRequested(Exception):
 
 
 class RolloutPhase:
-    """tell: None on all ranks but the leader."""
+    """show: None on all ranks but the leader."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class RolloutPhase:
         sinks: Sinks,
         timeline: Timeline,
         should_stop: Callable[[], bool],
-        tell: Tell | None = None,
+        show: Show | None = None,
     ) -> None:
         self.world, self.engine, self.queue = world, engine, queue
         self.sinks, self.timeline = sinks, timeline
-        self.should_stop, self.tell = should_stop, tell
+        self.should_stop, self.show = should_stop, show
 
     def run(
         self,
@@ -168,7 +168,7 @@ class RolloutPhase:
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
         self.queue.life.tells = lambda: progress_of(*parts).encode()
-        with watching(self.queue.life, sum(map(len, requests)), self.tell):
+        with watching(self.queue.life, sum(map(len, requests)), self.show):
             last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
             self.sinks.journal.note_running(self.engine.running, at_once=True)

@@ -20,7 +20,7 @@ WATCH_SECONDS = 1.0
 NUM_RECENT = 10
 _DOING = {IdleUse.AHEAD: Doing.AHEAD, IdleUse.TRAIN: Doing.TRAIN, IdleUse.REST: Doing.REST}
 
-Tell = Callable[[PhaseProgress | None], None]
+Show = Callable[[PhaseProgress | None], None]
 """Called from another thread; None: the phase has ended."""
 
 
@@ -37,14 +37,14 @@ def progress_of(
 
 
 @contextmanager
-def watching(life: Heartbeats, num_responses: int, tell: Tell | None) -> Iterator[None]:
-    """tell: None on all ranks but the leader."""
-    if tell is None:
+def watching(life: Heartbeats, num_responses: int, show: Show | None) -> Iterator[None]:
+    """show: None on all ranks but the leader."""
+    if show is None:
         yield
         return
     is_over = threading.Event()
     watch = threading.Thread(
-        target=_watch, args=(life, num_responses, tell, is_over), name="tlt-progress", daemon=True
+        target=_watch, args=(life, num_responses, show, is_over), name="tlt-progress", daemon=True
     )
     watch.start()
     try:
@@ -52,17 +52,17 @@ def watching(life: Heartbeats, num_responses: int, tell: Tell | None) -> Iterato
     finally:
         is_over.set()
         watch.join(WATCH_SECONDS)  # a store that does not answer keeps nobody
-        tell(None)
+        show(None)
 
 
-def _watch(life: Heartbeats, num_responses: int, tell: Tell, is_over: threading.Event) -> None:
+def _watch(life: Heartbeats, num_responses: int, show: Show, is_over: threading.Event) -> None:
     recent = deque[tuple[float, int]](maxlen=NUM_RECENT)
     with suppress(RuntimeError):  # the store is gone: the phase itself reports it
         while not is_over.wait(WATCH_SECONDS):
             replicas = [ReplicaProgress.decode(text) for text in life.told()]
             recent.append((time.monotonic(), sum(replica.tokens for replica in replicas)))
             if not is_over.is_set():
-                tell(PhaseProgress.of(replicas, num_responses, _speed(recent)))
+                show(PhaseProgress.of(replicas, num_responses, _speed(recent)))
 
 
 def _speed(recent: deque[tuple[float, int]]) -> float | None:

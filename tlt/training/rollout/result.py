@@ -150,7 +150,6 @@ class PhaseResult:
 
     def rollout_record(self) -> RolloutRecord:
         lengths, stats = [len(rollout.token_ids) for rollout in self.rollouts], self.stats
-        predicted = {name: s.predicted_speed for name, s in stats.by_strategy.items()}
         return RolloutRecord(
             seconds=self.seconds,
             num_responses=len(lengths),
@@ -161,7 +160,6 @@ class PhaseResult:
             accept_length=_number(stats.accept_length),
             strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
             strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
-            strategy_predicted={name: speed for name, speed in predicted.items() if speed is not None},
             draft_acceptance_rate=_number(stats.draft_acceptance_rate),
             draft_mean_acceptance_length=_number(stats.draft_mean_acceptance_length),
             draft_acceptance_rate_pos=tuple(stats.draft_acceptance_rate_pos),

@@ -164,8 +164,8 @@ class CheckpointWriter:
         new = self.folder / f".step-{checkpoint.step:08d}.new"
         mine = _write_share(new, parts, checkpoint.own, self.world.rank)
         if not self.world.is_leader:
-            self._waiting.tell(f"{key}/{self.world.rank}", asdict(mine))
-            failure, digest = self._waiting.hear(f"{key}/end", "rank 0")
+            self._waiting.publish(f"{key}/{self.world.rank}", asdict(mine))
+            failure, digest = self._waiting.wait_for(f"{key}/end", "rank 0")
             if failure:
                 raise OSError(failure)
             return str(digest)
@@ -173,7 +173,7 @@ class CheckpointWriter:
         try:
             reports = [mine]
             for rank in range(1, self.world.world_size):
-                reports.append(_Report(**self._waiting.hear(f"{key}/{rank}", f"rank {rank}")))
+                reports.append(_Report(**self._waiting.wait_for(f"{key}/{rank}", f"rank {rank}")))
             digest = commit(new, checkpoint, reports).digest
             remove_older(self.folder, checkpoint.step, self.keep)
             failure = ""
@@ -183,7 +183,7 @@ class CheckpointWriter:
             remove_own(new, CHECKPOINT_FILES)
             raise
         finally:
-            self._waiting.tell(f"{key}/end", (failure, digest))
+            self._waiting.publish(f"{key}/end", (failure, digest))
 
 
 def _write_share(

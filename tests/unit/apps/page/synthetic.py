@@ -37,7 +37,6 @@ def step_record(step: int, **rollout: object) -> StepRecord:
         "draft_acceptance_rate_pos": (0.9, 0.8, 0.5),
         "strategy_seconds": {"off": 1.0, "learned:4x1x4": 3.0},
         "strategy_speed": {"off": 50.0, "learned:4x1x4": 100.0},
-        "strategy_predicted": {"learned:4x1x4": 90.0},
     }
     return StepRecord(
         step=step,

@@ -268,7 +268,7 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
         if any(one.draft for one in link.drafted.values()):
             name = str(strategies[-1])
             verified[name] = verified.get(name, 0) + sum(len(tokens) for tokens, _ in found.values())
-        strategies.append(engine._strategy)  # drafted by at the end of this step
+        strategies.append(engine._drafts)
         return found
 
     link.step = counted  # type: ignore[method-assign]  # counts on the way

@@ -64,7 +64,8 @@ class Pretend:
             hidden = torch.tensor([value for one in computed for value in one], dtype=torch.float64)
             padded = torch.cat([hidden, hidden.new_zeros(3)])[:, None].expand(-1, WIDTH)
             slots = torch.from_numpy(rows.slots_B)
-            runs = self.unread.keep(rows, padded, positions, slots, read)
+            runs = self.unread.must_run(rows, padded)
+            self.unread.store(rows, padded, positions, slots, read, runs)
         self.num_own += runs
         for one, values in zip(batch, computed, strict=True):
             kept = len(values) - (self.rng.randint(0, one.num_drafted) if one.states else 0)

@@ -17,7 +17,6 @@ def record(step: int, **changes: Any) -> StepRecord:
             "response_tokens": LengthStats.of([5, 9, 700]),
             "strategy_seconds": {"off": 1.5},
             "strategy_speed": {"off": 200.0},
-            "strategy_predicted": {},
             "draft_acceptance_rate_pos": (0.8, 0.5),
             "followed_by_age": {"1": 40},
         },

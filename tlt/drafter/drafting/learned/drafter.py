@@ -70,7 +70,7 @@ class _Front:
     params: BatchParams
     strategy: Strategy
     noise: DraftNoise
-    unwanted: Sequence[int]
+    discarded: Sequence[int]
     roots_B1: Tensor
     """The last committed tokens."""
     levels: Levels
@@ -174,13 +174,13 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> LearnedProposal:
         if self.choice is not None:
             self.choice.look(context)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        front = _Front(context.params, strategy, noise, unwanted, roots_B1, levels)
+        front = _Front(context.params, strategy, noise, discarded, roots_B1, levels)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _depth(self, strategy: Strategy) -> int:
@@ -200,11 +200,11 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
         return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
 
-    def _note(self, tree: DraftTree, cells_BN: Tensor | None, unwanted: Sequence[int]) -> Tensor | None:
+    def _note(self, tree: DraftTree, cells_BN: Tensor | None, discarded: Sequence[int]) -> Tensor | None:
         if self.calibration is None or cells_BN is None:
             return None
-        if unwanted:
-            cells_BN[upload(unwanted, cells_BN.device)] = Calibration.UNUSED
+        if discarded:
+            cells_BN[upload(discarded, cells_BN.device)] = Calibration.UNUSED
         return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
@@ -260,4 +260,4 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
         cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
-        return LearnedProposal(tree, guesses_KB, self._note(tree, cells_BN, front.unwanted))
+        return LearnedProposal(tree, guesses_KB, self._note(tree, cells_BN, front.discarded))

@@ -175,9 +175,9 @@ class NgramDrafter(Drafter[NgramProposal]):
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> NgramProposal:
-        """Retrieves for unwanted rows, too: it learns from every row."""
+        """Retrieves for discarded rows, too: `observe` compares with the tokens that other drafts led to."""
         self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)

@@ -50,7 +50,8 @@ class DrafterV1:
         else:
             hidden_NF = features(hidden_states, aux_hidden_states)
             positions_N = self.runner.positions[: len(hidden_NF)].long()
-            runs = self.unread.keep(rows, hidden_NF, positions_N, self.batch.slots_B, read)
+            runs = self.unread.must_run(rows, hidden_NF)
+            self.unread.store(rows, hidden_NF, positions_N, self.batch.slots_B, read, runs)
         if not runs:
             return torch.empty(len(rows.slots_B), 0, dtype=torch.int64, device=hidden_states.device)
         return self._propose(

@@ -76,14 +76,17 @@ class DrafterV2:
     def _runs(
         self, input_batch: Any, states: tuple[Tensor, list[Tensor] | None], num_to_draft: int | None
     ) -> bool:
-        """Feeds skipped hidden states to the drafter, or stores this step's. Returns whether vLLM's own
-        proposal follows."""
+        """Whether vLLM's own proposal follows. Feeds skipped hidden states to the drafter, or stores this
+        step's."""
         rows, read = self._rows(input_batch), partial(self._pass, input_batch)
         if num_to_draft != 0:
             self.unread.read(rows, np.arange(input_batch.num_reqs), read)
             return True
         positions_N, slots_B = input_batch.positions, input_batch.idx_mapping
-        return self.unread.keep(rows, features(*states), positions_N, slots_B, read)
+        hidden_NF = features(*states)
+        runs = self.unread.must_run(rows, hidden_NF)
+        self.unread.store(rows, hidden_NF, positions_N, slots_B, read, runs)
+        return runs
 
     def _rows(self, input_batch: Any) -> Rows:
         """Only the device knows how many drafts were rejected: such rows are left to vLLM's own pass."""

@@ -44,7 +44,7 @@ class TunedScheduler(LengthScheduler):
         )
         assert tuner is not None, "it is adaptive"
         self.tuner = tuner
-        self._strategy = self._verified_by = Strategy.OFF
+        self._verifies = self._drafts = Strategy.OFF  # as in engine.py
         self._began = 0.0
         self._batch: BatchState | None = None
         """The batch of this step; None: the step also reads prompts, and the tuner does not learn from it."""
@@ -52,11 +52,11 @@ class TunedScheduler(LengthScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._began = time.perf_counter()
-        drafted_by = self._strategy
-        if self.running and self._verified_by == self._strategy:  # a choice stands for two steps (engine.py)
-            self._strategy = self.tuner.choose(_batch_of(self.running))
-        self._verified_by = drafted_by
-        self.num_to_draft = self._strategy.depth
+        is_proven = self._verifies == self._drafts  # a choice holds for two steps
+        self._verifies = self._drafts
+        if self.running and is_proven:
+            self._drafts = self.tuner.choose(_batch_of(self.running))
+        self.num_to_draft = self._drafts.depth
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
@@ -75,7 +75,7 @@ class TunedScheduler(LengthScheduler):
         return outputs
 
     def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
-        verified = self._verified_by
+        verified = self._verifies
         rows = [
             (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
             for name, num in num_sampled.items()
@@ -84,11 +84,11 @@ class TunedScheduler(LengthScheduler):
         accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
         outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds, names=names)
         strategy = verified if rows else Strategy.OFF
-        is_steady = strategy == self._strategy
+        is_steady = strategy == self._drafts
         expected = self.tuner.expected if is_steady else NO_EXPECTATION
         self._stats.record_step(str(strategy), outcome, batch.num_running, expected)
         if outcome.num_tokens > 0:
-            drafted_next = None if is_steady else self._strategy
+            drafted_next = None if is_steady else self._drafts
             self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:

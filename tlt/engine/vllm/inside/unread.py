@@ -109,22 +109,27 @@ class UnreadPositions:
             read(Unread(some, rows.slots_B[some], firsts_B[some], rows.starts_B[some]))
         self.first_S[rows.slots_B[indices]] = NOTHING
 
-    def keep(self, rows: Rows, hidden_NF: Tensor, positions_N: Tensor, slots_B: Tensor, read: Read) -> bool:
-        """Stores this step's hidden states. Returns whether the drafter runs now, over every row, as it
-        does where one is a prompt. hidden_NF may end in padding."""
+    def must_run(self, rows: Rows, hidden_NF: Tensor) -> bool:
+        """Whether the drafter reads this step's rows itself, all of them, for one is a prompt or exceeds the
+        room."""
+        room = self.make_room(hidden_NF).shape[1]
+        return bool((rows.are_prompts_B | (rows.counts_B > room)).any())
+
+    def store(
+        self, rows: Rows, hidden_NF: Tensor, positions_N: Tensor, slots_B: Tensor, read: Read, runs: bool
+    ) -> None:
+        """Stores a step's hidden states, padded at the end or not. runs: see `must_run`."""
         hidden_NF = hidden_NF[: rows.counts_B.sum()]
         room = self.make_room(hidden_NF).shape[1]
-        has_prompts = bool((rows.are_prompts_B | (rows.counts_B > room)).any())
-        if not has_prompts:
+        if not runs:
             self.first_S[rows.slots_B] = np.minimum(self.first_S[rows.slots_B], rows.starts_B)
         is_full_B = rows.starts_B + rows.counts_B - self.first_S[rows.slots_B] > room
         if is_full_B.any():
             self.read(rows, np.flatnonzero(is_full_B), read)
-            if not has_prompts:
+            if not runs:
                 self.first_S[rows.slots_B[is_full_B]] = rows.starts_B[is_full_B]
-        # where there are prompts, the drafter reads also the rows of requests with nothing unread
+        # where the drafter runs, it reads also the rows of requests with nothing unread
         self._write(rows, hidden_NF, positions_N, slots_B)
-        return has_prompts
 
     def make_room(self, hidden_NF: Tensor) -> Tensor:
         """Allocates `kept_SRF` at the first call."""
