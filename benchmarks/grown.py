@@ -44,8 +44,8 @@ from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.packed import PackedTransformer
 from tlt.training.build.policy import master_dtype
+from tlt.training.build.problems import load_problems
 from tlt.training.build.world import device_of, engine_dtype
-from tlt.training.problems import load_problems
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
 """Prompts, and greedy tokens of each response, that are compared."""

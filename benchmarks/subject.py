@@ -22,9 +22,9 @@ from tlt.engine.build.model import Model, adapter_folder, drafter_folder, model_
 from tlt.models.hf.config import load_model_config
 from tlt.models.packed import PackedTransformer
 from tlt.training.build.policy import master_dtype
+from tlt.training.build.problems import load_problems, problems_of_step
 from tlt.training.build.run_engine import engine_settings
 from tlt.training.build.world import device_of
-from tlt.training.problems import load_problems, problems_of_step
 
 
 class Subject:

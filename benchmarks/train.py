@@ -149,7 +149,7 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
             console.note(describe_round(turns))
         for run in runs.values():
             run.checkpoint()
-            run.checkpoints.wait()
+            run.files.checkpoints.wait()
 
 
 def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
@@ -195,11 +195,11 @@ def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float
 
 def synchronize(run: Run, reference: Run) -> None:
     """Gives `run` the reference's policy and optimizer."""
-    theirs = reference.trainer.tensors()
+    theirs = reference.models.trainer.tensors()
     with torch.no_grad():
-        for name, tensor in run.trainer.tensors().items():
+        for name, tensor in run.models.trainer.tensors().items():
             tensor.copy_(theirs[name])
-    run.trainer.restore(reference.trainer.counters())
+    run.models.trainer.restore(reference.models.trainer.counters())
     run.publish(run.step)
 
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from tlt.base.strategy import Strategy
     from tlt.base.types import Request, Response, SamplingParams, UserError
     from tlt.tasks.base import Task
-    from tlt.training.evaluations import Evaluation
     from tlt.training.live import LiveRollouts, LiveSettings
+    from tlt.training.saved.evaluations import Evaluation
 
 _HOMES = {
     "tlt.apps.api": ("Engine", "TrainingResult", "train"),
     "tlt.base.config.load": ("load_config",),
     "tlt.base.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
-    "tlt.training.evaluations": ("Evaluation",),
+    "tlt.training.saved.evaluations": ("Evaluation",),
     "tlt.training.live": ("LiveRollouts", "LiveSettings"),
     "tlt.base.strategy": ("Strategy",),
     "tlt.base.types": ("Request", "Response", "SamplingParams", "UserError"),

@@ -33,7 +33,7 @@ _RECORDS = {
     "speedup": ("tlt/base/records.py", "SpeedupPair"),
 }
 """The records in a line of metrics.jsonl, by their key."""
-_EVALUATION = ("tlt/training/evaluations.py", "Evaluation")
+_EVALUATION = ("tlt/training/saved/evaluations.py", "Evaluation")
 
 
 def configuration() -> str:

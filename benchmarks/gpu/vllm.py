@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, recipe
 from benchmarks.grown import grown_config, plan_growth
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 
 def measure(record: Record, folder: Path) -> None:

@@ -48,7 +48,7 @@ from tlt.engine.build.model import drafter_folder, model_folder, open_model
 from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash
 from tlt.models.packed import EMBEDDING, HEAD
-from tlt.training.problems import load_problems, problems_of_step
+from tlt.training.build.problems import load_problems, problems_of_step
 from tlt.training.report.ratio import in_turns
 
 WARM_UP = 8

@@ -34,7 +34,7 @@ from tlt.drafter.shape import drafter_shape
 from tlt.models.decoder import Transformer
 from tlt.models.hf.config import load_model_config
 from tlt.models.hf.weights import save_model
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 GIB = 2**30
 TOLERANCE = 0.15

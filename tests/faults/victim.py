@@ -58,7 +58,7 @@ MOMENTS = {
     "optimizer step": "tlt.training.update.update:PolicyTrainer._optimizer_step",
     "publication": "tlt.engine.own.engine:RolloutEngine.load_policy_parts",
     "record": "tlt.training.loop:record",
-    "evaluation": "tlt.training.evaluations:Evaluations.add",
+    "evaluation": "tlt.training.saved.evaluations:Evaluations.add",
     "checkpoint": "tlt.training.saved.checkpoint:_write_share",
     "manifest": "tlt.training.saved.checkpoint:commit",
     "removing older": "tlt.training.saved.checkpoint:remove_older",

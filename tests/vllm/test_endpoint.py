@@ -32,7 +32,7 @@ from tests.vllm.serving import (
     wait_until_healthy,
 )
 from tlt.base.config.schema import Config
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 pytestmark = served
 

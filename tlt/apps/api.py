@@ -40,12 +40,12 @@ from tlt.engine.stats import EngineStats
 from tlt.models.hf.prompts import check_max_tokens, encode_prompts, make_requests
 from tlt.tasks.base import Task
 from tlt.training.build.ranks import all_ranks
-from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.launch.failures import EXIT_OK, EXIT_USER_ERROR
 from tlt.training.launch.local import is_rank
 from tlt.training.launch.place import find_place
 from tlt.training.launch.signals import StopRequest, handling_stop_signals
 from tlt.training.loop import describe_run, main
+from tlt.training.saved.evaluations import Evaluation, read_evaluations
 from tlt.training.saved.run_folder import can_go_on, forget_journal, refuse_begun
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +213,7 @@ class TrainingResult:
     """The results of a run.
 
     folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
-    evaluations: the lines of evaluations.jsonl (`tlt.training.evaluations.Evaluation`).
+    evaluations: the lines of evaluations.jsonl (`tlt.training.saved.evaluations.Evaluation`).
     is_finished: False: Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
     """
 

@@ -15,10 +15,10 @@ from tlt.base.records import RewardSummary
 from tlt.base.spans import SpanName
 from tlt.base.types import Request
 from tlt.tasks.rewards.pool import check_scorable, summarize
-from tlt.training.evaluations import Evaluation
 from tlt.training.ranks.world import broadcast_json
 from tlt.training.report.words import near, when
 from tlt.training.run import Run
+from tlt.training.saved.evaluations import Evaluation
 from tlt.training.saved.run_folder import PRODUCTS
 
 MARK = "tlt_evaluation"
@@ -34,7 +34,7 @@ def keep_best(run: Run, evaluation: Evaluation) -> None:
 
 def settle_best(run: Run) -> None:
     """Makes best/ agree with the run's evaluations: a resumed run may have lost the one behind best/."""
-    folder, best = run.out_dir / "best", run.evaluations.best
+    folder, best = run.out_dir / "best", run.files.evaluations.best
     held = broadcast_json(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
         return
@@ -63,19 +63,19 @@ def read_mark(folder: Path) -> int | None:
 
 def evaluate(run: Run) -> None:
     settings = run.config.evaluation
-    if not run.held_out or run.evaluations.is_done(run.step):
+    if not run.data.held_out or run.files.evaluations.is_done(run.step):
         return
-    params = dataclasses.replace(run.params, temperature=settings.temperature)
+    params = dataclasses.replace(run.data.params, temperature=settings.temperature)
     with (
         run.timeline.span(SpanName.EVALUATE),
-        run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
+        run.console.status(f"evaluating on {len(run.data.held_out)} held-out problems"),
     ):
-        run.drafter_training.foresee(problem.prompt_ids for problem in run.held_out)
-        phase = run.phase.run(run.held_out, settings.num_samples, params, "evaluation", 0)
+        run.models.drafter_training.foresee(problem.prompt_ids for problem in run.data.held_out)
+        phase = run.phase.run(run.data.held_out, settings.num_samples, params, "evaluation", 0)
     run.keep_responses("evaluation", phase)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
-        run.references.keep(request.noise_key, rollout.token_ids, rollout.policy_version)
+        run.models.references.keep(request.noise_key, rollout.token_ids, rollout.policy_version)
     if run.step == 0:  # later, a failed evaluation must not end the run
         check_scorable(phase.rewards, run.config.task.name, "the evaluation before training")
     report(run, Evaluation.of(run.step, phase), summarize(phase.rewards))
@@ -85,11 +85,11 @@ def report(run: Run, evaluation: Evaluation, rewards: RewardSummary) -> None:
     if rewards.num_errors:
         counts = f"evaluation {when(run.step)}: {rewards.num_errors} responses could not be scored"
         run.console.note(f"{counts}, so it is not compared with others; the first: {rewards.first_error}")
-    score, best = run.evaluations.score(evaluation), run.evaluations.best_score
+    score, best = run.files.evaluations.score(evaluation), run.files.evaluations.best_score
     is_best = score is not None and (best is None or score > best)
     if is_best and run.config.run.num_steps:
         keep_best(run, evaluation)
-    run.evaluations.add(evaluation)
+    run.files.evaluations.add(evaluation)
     figures = {f"eval/{name}": getattr(evaluation, name) for name in ("solve_rate", "reward", "seconds")}
     run.tracking.log(run.step, {name: value for name, value in figures.items() if value is not None})
     is_better = is_best and best is not None

@@ -19,9 +19,9 @@ from tlt.base.records import IdleUse
 from tlt.base.spans import SpanName
 from tlt.base.types import Request, UserError
 from tlt.tasks.rewards.pool import check_scorable, describe_constant
+from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.build.world import join_ranks
 from tlt.training.evaluate import evaluate, settle_best
-from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.products import write_evaluation, write_products
 from tlt.training.ranks.store import share_stop
 from tlt.training.ranks.waiting import naming_absent_ranks, on_leader
@@ -78,7 +78,7 @@ def advance(run: Run) -> PhaseResult:
         for line in describe_constant(phase.rewards, "step 1"):
             run.console.note(line)
     with run.timeline.span(SpanName.UPDATE), run.console.status("updating the policy", is_noted=False):
-        update = run.trainer.update(*phase.for_update, run.step)
+        update = run.models.trainer.update(*phase.for_update, run.step)
     with run.console.status("publishing the policy", is_noted=False):
         run.publish(run.step + 1)
     record(run, phase, speedup, update, started, cpu_started)
@@ -89,20 +89,19 @@ def advance(run: Run) -> PhaseResult:
 def sample(run: Run) -> PhaseResult:
     rollout, seed = run.config.rollout, run.config.run.seed
     num, num_samples = rollout.problems_per_step, rollout.samples_per_problem
-    problems = problems_of_step(run.problems, run.step, num, seed)
+    problems = problems_of_step(run.data.problems, run.step, num, seed)
     sampling = None
-    if run.trainer.algorithm.dynamic_sampling:
-        spare = spare_problems(run.problems, run.step, num, seed)
+    if run.models.trainer.algorithm.dynamic_sampling:
+        spare = spare_problems(run.data.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, spare)
-    plan, steps_left = run.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
+    plan, steps_left = run.models.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
     idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
-    run.drafter_training.foresee(problem.prompt_ids for problem in problems)
-    phase = run.phase.run(
-        problems, num_samples, run.params, "rollout", run.step, run.drafter_training, sampling, idle_work
-    )
+    params, training = run.data.params, run.models.drafter_training
+    training.foresee(problem.prompt_ids for problem in problems)
+    phase = run.phase.run(problems, num_samples, params, "rollout", run.step, training, sampling, idle_work)
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
-    run.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)
+    run.models.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 
@@ -114,9 +113,9 @@ def ahead_work(run: Run, generates: bool) -> Ahead:
 
     def requests_of(step: int) -> list[Request]:
         return [
-            Request(problem.problem_id, index, problem.prompt_ids, run.params, "rollout", step)
+            Request(problem.problem_id, index, problem.prompt_ids, run.data.params, "rollout", step)
             for problem in problems_of_step(
-                run.problems, step, rollout.problems_per_step, run.config.run.seed
+                run.data.problems, step, rollout.problems_per_step, run.config.run.seed
             )
             for index in range(rollout.samples_per_problem)
         ]
@@ -124,7 +123,9 @@ def ahead_work(run: Run, generates: bool) -> Ahead:
     later = range(run.step + 1, min(run.step + rollout.steps_ahead, last) + 1) if generates else ()
     requests = [request for step in later for request in requests_of(step)]
     past = requests_of(run.step)
-    return AheadOfPolicy(run.engine, run.references, run.world.world_size, requests, past, run.lengths)
+    return AheadOfPolicy(
+        run.models.engine, run.models.references, run.world.world_size, requests, past, run.lengths
+    )
 
 
 # ── what is due ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,14 +137,14 @@ def is_due(run: Run, every: int) -> bool:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    was_begun = any(evaluation.step == run.step for evaluation in run.evaluations.all)
+    was_begun = any(evaluation.step == run.step for evaluation in run.files.evaluations.all)
     return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
 
 
 def is_out_of_time(run: Run) -> bool:
     """By the leader's clock, with time left for the last evaluation."""
     limit = run.config.run.time_limit_minutes
-    spent = run.seconds + run.evaluations.latest_seconds
+    spent = run.seconds + run.files.evaluations.latest_seconds
     return limit is not None and bool(broadcast_json(run.world, spent > 60 * limit))
 
 
@@ -186,7 +187,7 @@ def stop_early(run: Run, where: str) -> None:
 def save_state(run: Run) -> None:
     with run.console.status("writing a checkpoint", is_noted=False):
         run.checkpoint()
-        run.checkpoints.wait()
+        run.files.checkpoints.wait()
     run.timeline.flush()
     gather_objects(run.world, None)
 

@@ -11,7 +11,7 @@ from typing import Any
 from tlt.base.config.schema import Config
 from tlt.base.io.plugins import is_importable
 from tlt.models.hf.weights import StoredTensors, content_hash
-from tlt.training.problems import data_source
+from tlt.training.build.problems import data_source
 from tlt.training.report.log import LOG
 from tlt.training.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.training.report.record import StepRecord, read_metrics
@@ -27,12 +27,14 @@ def write_products(run: Run) -> None:
     folder = run.out_dir
     forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
-    run.drafter_training.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
+    run.models.drafter_training.save(
+        folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step}
+    )
     for missing in merge_timelines(folder, folder / "timeline.json"):
         run.console.note(missing)
     written = "policy adapter best drafter evaluations.jsonl metrics.jsonl config.json timeline.json"
     products = {name: folder / name for name in written.split() + _texts(run) if (folder / name).exists()}
-    evaluations = run.evaluations
+    evaluations = run.files.evaluations
     recorded = recorded_seconds(run) if run.first_step else None
     steps = read_metrics(folder / "metrics.jsonl")
     outcome = Outcome(
@@ -53,13 +55,13 @@ def write_evaluation(run: Run) -> None:
     forget_journal(run.out_dir)
     names = ["evaluations.jsonl", "config.json", *_texts(run)]
     products = {name: run.out_dir / name for name in names}
-    last = run.evaluations.all[-1]
+    last = run.files.evaluations.all[-1]
     rows = evaluation_rows(last.by_problem, last.reward_by_problem, run.seconds, products)
     run.console.summary([*rows], [], "evaluated")
 
 
 def _texts(run: Run) -> list[str]:
-    return [LOG] if run.responses is None else [RESPONSES, LOG]
+    return [LOG] if run.files.responses is None else [RESPONSES, LOG]
 
 
 def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] | None:
@@ -70,7 +72,7 @@ def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] |
 
 def recorded_seconds(run: Run) -> float:
     steps = (record.step_seconds for record in read_metrics(run.out_dir / "metrics.jsonl"))
-    return sum(steps) + sum(evaluation.seconds for evaluation in run.evaluations.all)
+    return sum(steps) + sum(evaluation.seconds for evaluation in run.files.evaluations.all)
 
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:

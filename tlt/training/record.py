@@ -40,12 +40,12 @@ def record(
         rewards=summarize(phase.rewards),
         update=update,
         drafter=phase.drafter_record(),
-        idle=phase.idle_record(run.idle_choice.worth()),
+        idle=phase.idle_record(run.models.idle_choice.worth()),
         speedup=speedup,
     )
     run.check_folder()
-    if run.metrics is not None:
-        run.metrics.write(line)
+    if run.files.metrics is not None:
+        run.files.metrics.write(line)
     run.tracking.log(line.step, line.figures())
     run.console.step(line)
     show_samples(run, phase)

@@ -21,7 +21,7 @@ def show_samples(run: Run, phase: PhaseResult) -> None:
     rows = []
     for index in (i * num_all // num for i in range(num)):
         rollout, reward = phase.rollouts[index], phase.rewards[index]
-        prompt, text = run.decode(rollout.prompt_ids), run.decode(rollout.token_ids)
+        prompt, text = run.data.decode(rollout.prompt_ids), run.data.decode(rollout.token_ids)
         value = reward.value if reward.is_scored else None
         run.console.sample(prompt, text, value)
         rows.append((run.step + 1, rollout.problem_id, prompt, text, value, reward.is_solved))

@@ -20,7 +20,7 @@ NOT_MEASURED = SpeedupPair()
 def is_pair_due(run: Run) -> bool:
     step, num_steps = run.step + 1, run.config.run.num_steps
     every = run.config.rollout.measure_speedup_every
-    if not every or run.engine.tuner is None or not run.engine.generates_without_side_effects:
+    if not every or run.models.engine.tuner is None or not run.models.engine.generates_without_side_effects:
         return False
     return step % every == 0 or (step == num_steps < every)
 
@@ -46,9 +46,9 @@ def _measure(run: Run, phase: PhaseResult) -> SpeedupPair:
         return NOT_MEASURED
     problems = [group.request.problem for group in phase.groups]
     num = max(round(stats.sequence_seconds / stats.seconds), 1)
-    requests = pair_requests(problems, run.params, run.step, num, num_tokens)
+    requests = pair_requests(problems, run.data.params, run.step, num, num_tokens)
     drafts_first = len(run.speedups) % 2 == 0
-    pair = measure_pair(run.engine, requests, drafts_first, perf_counter)
+    pair = measure_pair(run.models.engine, requests, drafts_first, perf_counter)
     run.unmeasured_seconds = 0.0
     run.speedups.append(pair.speedup)
     return pair

@@ -224,14 +224,14 @@ def test_what_identifies_the_weights_sees_the_last_bit_of_what_is_frozen() -> No
     trainer.update(*make_batch(), 0)
     other.restore(trainer.counters())
     assert other.next_step == 1
-    assert other.base == trainer.base, "which training does not change"
+    assert other.initial_digest == trainer.initial_digest, "which training does not change"
     changed = dict(base_of(LLAMA).named_parameters())["model.layers.1.mlp.up_proj.weight"]
     tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
     tensors["model.layers.1.mlp.up_proj.weight"] = changed.detach().nextafter(
         torch.tensor(9.0, dtype=torch.float64)
     )
     other = build_policy_trainer(config, Model(Path(), LLAMA, None, (), tensors), ALONE)
-    assert other.base != trainer.base
+    assert other.initial_digest != trainer.initial_digest
 
 
 # ── what is saved ───────────────────────────────────────────────────────────────────────────────────────────

@@ -118,7 +118,7 @@ def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
         "moved": apart(trained(replicated), start),
         "expected": metrics[0],
         "metrics": metrics[1],
-        "bases": [trainer.base for trainer in made],
+        "bases": [trainer.initial_digest for trainer in made],
         "references": [isinstance(trainer.reference, BaseOf | None) for trainer in made],
     }
 

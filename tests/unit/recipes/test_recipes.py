@@ -16,7 +16,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf.peft import read_adapter
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 
 def test_a_recipes_name_stands_for_its_configuration() -> None:

@@ -12,7 +12,7 @@ from tlt.apps.cli.commands import COMMANDS
 from tlt.apps.cli.options import label, options_of
 from tlt.base.config.mistakes import section_of
 from tlt.base.config.schema import Config
-from tlt.training.evaluations import Evaluation
+from tlt.training.saved.evaluations import Evaluation
 from tools.docs_reference import PAGES, as_markdown, plain, split_fields
 
 

@@ -17,7 +17,7 @@ from tests.unit.models.hf.checkpoint_parts import SIZES, hash_of
 from tlt.apps.api import Engine, train
 from tlt.base.config.load import load_config
 from tlt.tasks.base import get_task
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = (

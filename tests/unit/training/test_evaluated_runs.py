@@ -23,11 +23,11 @@ from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.config import load_model_config
 from tlt.models.hf.weights import save_model
-from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
 from tlt.training.report.environment import read_environments
 from tlt.training.report.record import read_metrics
+from tlt.training.saved.evaluations import Evaluation, read_evaluations
 
 BASE = find_recipe("countdown").parent / "base"
 HERE = "tests.unit.training.test_evaluated_runs"

@@ -10,8 +10,8 @@ import pytest
 from tlt.base.records import DrafterReport
 from tlt.base.types import Reward, Rollout, UserError
 from tlt.engine.stats import EngineStats
-from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.training.saved.evaluations import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
 
 
 def make_evaluation(step: int, *shares: float, num_unscored: int = 0) -> Evaluation:

@@ -103,5 +103,6 @@ def test_a_pair_is_due_every_so_many_steps_and_at_the_end_of_a_shorter_run(
         SimpleNamespace(tuner=1, generates_without_side_effects=True),
     )
     config = SimpleNamespace(rollout=rollout, run=SimpleNamespace(num_steps=num_steps))
-    runs: list[Any] = [SimpleNamespace(config=config, engine=engine, step=step) for step in range(num_steps)]
+    models = SimpleNamespace(engine=engine)
+    runs: list[Any] = [SimpleNamespace(config=config, models=models, step=step) for step in range(num_steps)]
     assert [run.step + 1 for run in runs if is_pair_due(run)] == due

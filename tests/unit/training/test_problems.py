@@ -13,7 +13,7 @@ import pytest
 from tlt.base.config.load import load_config
 from tlt.base.types import UserError
 from tlt.tasks.base import get_task, make_problems
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
 SCORE = "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': True}\nTASK = Mine()\n"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,9 +17,12 @@ from tlt.apps.run import start
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import SamplingParams, UserError
+from tlt.models.hf import prompts
+from tlt.models.hf.config import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.training.problems import load_problems, read_problems
-from tlt.training.saved.inputs import Inputs, resolved_from
+from tlt.training.build.data import RunData, read_data
+from tlt.training.build.problems import load_problems
+from tlt.training.saved.inputs import Inputs, special_tokens_of
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,17 +52,22 @@ def configure(folder: Path, rows: list[Any], name: str = "chatml", **task: Any) 
     return load_config(values)
 
 
+def read(config: Config) -> RunData:
+    folder = config.model.path
+    return read_data(config, load_tokenizer(folder), load_model_config(folder))
+
+
 def rows_of(*texts: str) -> list[Any]:
     return [{"messages": [{"role": "user", "content": text}]} for text in texts]
 
 
 def test_prompts_beyond_the_longest_are_left_out_and_counted(tmp_path: Path) -> None:
     config = configure(tmp_path, rows_of("a", "b" * 200, "c", "d" * 5000), max_prompt_tokens=100)
-    read = read_problems(config, "train")
-    assert [problem.problem_id for problem in read.problems] == ["1", "3"]
-    assert read.notes == (
+    data = read(config)
+    assert [problem.problem_id for problem in data.problems] == ["1", "3"]
+    assert data.notes == [
         "2 of 4 prompts are left out: they have more than 100 tokens (task.max_prompt_tokens)",
-    )
+    ]
     with pytest.raises(
         UserError, match=r"each of the 4 prompts has more than 3 tokens \(max_prompt_tokens\)"
     ):
@@ -76,11 +86,10 @@ def test_answers_that_have_begun_are_counted(tmp_path: Path) -> None:
         *rows_of("a"),
         {"messages": [*rows_of("b")[0]["messages"], {"role": "assistant", "content": "c"}]},
     ]
-    read = read_problems(configure(tmp_path, begun), "train")
-    assert read.notes == (
+    assert read(configure(tmp_path, begun)).notes == [
         "1 prompts end with the assistant's message, which the model continues; where that is the answer to "
         "learn, leave it out of the messages",
-    )
+    ]
 
 
 @pytest.mark.parametrize("ours", ["prompt", "messages"])
@@ -117,11 +126,70 @@ def test_a_run_keeps_the_date_on_which_it_began(
     assert start.pin(configure(tmp_path, rows_of("a"))).task.date is None, "this template writes none"
 
 
+DAMAGED = {
+    "cut off": lambda text: text[:-20],
+    "a digit": lambda text: text[:-4] + b"9" + text[-3:],
+    "empty": lambda text: b"",
+    "no text": lambda text: b"\xff\xfe",
+}
+ROWS = rows_of("a", "b" * 200, "c")
+
+
+def write_prompts(config: Config) -> RunData:
+    config.run.out_dir.mkdir()
+    data = read(config)
+    data.write_prompts(config.run.out_dir)
+    return data
+
+
+def test_prompts_are_encoded_once_and_read_by_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path, ROWS, max_prompt_tokens=100)
+    written = write_prompts(config)
+    monkeypatch.setattr(prompts, "encode_prompt", Mock(side_effect=AssertionError("encoded twice")))
+    found = read(config)
+    assert found.problems == written.problems
+    assert [problem.problem_id for problem in found.problems] == ["1", "3"], "the long one is left out again"
+    assert found.notes == written.notes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": rows_of("a", "b" * 200, "d")},
+        {"rows": ROWS[::-1]},
+        {"rows": [*ROWS, *ROWS[:1]]},
+        {"system_prompt": "Be brief."},
+        {"max_prompt_tokens": 1000},
+        {"name": "smollm2"},
+        {"damage": "cut off"},
+        {"damage": "a digit"},
+        {"damage": "empty"},
+        {"damage": "no text"},
+    ],
+    ids=str,
+)
+def test_prompts_are_encoded_anew_where_what_they_come_from_is_not_as_it_was(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    written = write_prompts(configure(tmp_path, ROWS, max_prompt_tokens=100))
+    path, damage = tmp_path / "out" / "prompts.train.jsonl", change.get("damage")
+    if damage is not None:
+        path.write_bytes(DAMAGED[damage](path.read_bytes()))
+    given = {"rows": ROWS, "max_prompt_tokens": 100, **change}
+    config = configure(tmp_path, **{name: value for name, value in given.items() if name != "damage"})
+    found = read(config)
+    shutil.rmtree(config.run.out_dir)
+    assert found.problems == read(config).problems, "as without the file"
+    assert (found.problems == written.problems) == (damage is not None)
+
+
 def inputs_of(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     params = tokenizer.with_ends(SamplingParams(stop_ids=tokenizer.stop_ids))
     problems = {"train": load_problems(config, "train")}
-    return Inputs.of(config, problems, config.model.path, resolved=resolved_from(tokenizer, params))
+    return Inputs.of(config, problems, config.model.path, special_tokens=special_tokens_of(tokenizer, params))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +220,7 @@ def test_a_resumed_run_is_held_to_the_ids_that_texts_leave_out_and_other_data_is
 ) -> None:
     config = configure(tmp_path, rows_of("a", "b"))
     was = inputs_of(config)
-    others = replace(was, resolved={**was.resolved, "special ids": "[1]"})
+    others = replace(was, special_tokens={**was.special_tokens, "special ids": "[1]"})
     with pytest.raises(UserError, match=r"the special ids of .* bring the tokenizer's files back"):
         was.refuse_other(others, config, "then")
     now = inputs_of(configure(tmp_path, rows_of("a", "c")))
@@ -160,4 +228,4 @@ def test_a_resumed_run_is_held_to_the_ids_that_texts_leave_out_and_other_data_is
         UserError, match="training problems are not those of the run then; bring back the data"
     ):
         now.refuse_other(was, config, "then")
-    replace(was, resolved={}).refuse_other(was, config, "then")
+    replace(was, rows={}, special_tokens={}).refuse_other(was, config, "then")

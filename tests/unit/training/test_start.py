@@ -24,8 +24,8 @@ from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import UserError
 from tlt.models.hf.tokenizer import Tokenizer
+from tlt.training.build.problems import load_problems
 from tlt.training.launch.signals import say
-from tlt.training.problems import load_problems
 from tlt.training.products import next_commands, write_evaluation
 from tlt.training.report.console import Console
 from tlt.training.saved.run_folder import FolderLock
@@ -175,7 +175,7 @@ def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay
             assert (resumed.model, resumed.drafter) == (config.model, config.drafter)
     point_at(monkeypatch, "http://127.0.0.1:9")  # as ranks and resumed runs may find it
     ranks = Config.from_json(config.to_json())
-    assert preflight(ranks).num_problems == len(load_problems(ranks, "train")) == 8
+    assert len(preflight(ranks).data.problems) == len(load_problems(ranks, "train")) == 8
 
 
 def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(
@@ -251,10 +251,8 @@ def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_n
     assert (tmp_path / "console.log").read_text() == "  starting 2 ranks …\ntlt: a rank died\n"
     screen = io.StringIO()
     evaluated = SimpleNamespace(by_problem={"a": 1.0}, reward_by_problem={"a": 1.0})
-    evaluations = SimpleNamespace(all=[evaluated])
+    files = SimpleNamespace(responses=None, evaluations=SimpleNamespace(all=[evaluated]))
     console = Console(stream=screen, environ={})
-    run = SimpleNamespace(
-        out_dir=tmp_path, responses=None, evaluations=evaluations, seconds=1.0, console=console
-    )
+    run = SimpleNamespace(out_dir=tmp_path, files=files, seconds=1.0, console=console)
     write_evaluation(run)  # type: ignore[arg-type]  # the parts of a run that it reads
     assert "console.log" in screen.getvalue()

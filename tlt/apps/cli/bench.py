@@ -126,9 +126,9 @@ def _of_run(options: Bench) -> Subject:
     from tlt.engine.build.engine import load_stored_drafter
     from tlt.engine.build.model import open_model
     from tlt.training.build.policy import master_dtype
+    from tlt.training.build.problems import load_problems
     from tlt.training.build.run_engine import engine_settings
     from tlt.training.build.world import device_of
-    from tlt.training.problems import load_problems
 
     served = open_served(options.model, None, _say)
     config = served.config

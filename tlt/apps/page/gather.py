@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from tlt.base.io.files import Record, parse_json, read_file
 from tlt.base.records import NAN
 from tlt.base.types import UserError
-from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward
 from tlt.training.report.environment import read_environments
 from tlt.training.report.outcome import Gain
 from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.saved.evaluations import Evaluation, Evaluations, is_judged_by_reward
 
 Values = NDArray[np.float64]
 

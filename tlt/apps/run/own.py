@@ -25,8 +25,8 @@ from tlt.models.hf.config import load_model_config
 from tlt.models.hf.files import read_json
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems
+from tlt.training.build.problems import load_problems
 from tlt.training.build.ranks import num_cores
-from tlt.training.problems import load_problems
 
 REWARD = "reward:reward"
 """Written by `tlt init own`."""

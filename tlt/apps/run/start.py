@@ -27,7 +27,7 @@ from tlt.base.types import UserError
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.shape import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
-from tlt.engine.build.model import adapter_folder, drafter_folder, model_folder, read_start
+from tlt.engine.build.model import drafter_folder, model_folder, read_start
 from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
@@ -38,7 +38,9 @@ from tlt.models.hf.tokenizer import load_tokenizer, writes_date
 from tlt.models.hf.weights import count_parameters
 from tlt.models.lora import count_adapters
 from tlt.tasks.rewards.scoring import Scorer
+from tlt.training.build.data import RunData, read_data
 from tlt.training.build.policy import reward_spec
+from tlt.training.build.problems import chat_format
 from tlt.training.build.ranks import RankChoice, all_ranks, choose_ranks, local_ranks
 from tlt.training.build.world import device_of, engine_dtype, layout_of
 from tlt.training.launch.failures import EXIT_USER_ERROR, Restarts
@@ -46,14 +48,13 @@ from tlt.training.launch.local import is_rank, launch, run_here
 from tlt.training.launch.place import Place, find_place
 from tlt.training.launch.ray_cluster import RankNeeds, launch_on_ray
 from tlt.training.loop import describe_run, main
-from tlt.training.problems import chat_format, describe_overlap, read_problems
 from tlt.training.ranks.store import ABSENT, read_now
 from tlt.training.ranks.world import Rendezvous, meet_ranks
 from tlt.training.report.console import Console
 from tlt.training.report.log import LOG, logging_stderr
 from tlt.training.report.trackers import check_trackers
 from tlt.training.report.words import near
-from tlt.training.saved.inputs import Inputs, files_of, resolved_from
+from tlt.training.saved.inputs import files_of
 from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.saved.retention import go_back_to
 from tlt.training.saved.run_folder import FolderLock, claim
@@ -71,8 +72,7 @@ class Findings:
     """Facts for the header. notes: warnings, such as held-out problems that are trained on."""
 
     model: ModelConfig
-    num_problems: int
-    num_held_out: int
+    data: RunData
     num_adapted: int | None
     notes: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Mom
     """
     met = meet_ranks(place, patience)
     try:
-        description = _tell_description(met, lambda: describe_run(resolve(met.is_restart), began))
+        description = _share_description(met, lambda: describe_run(resolve(met.is_restart), began))
     except LeaderRefused:
         return EXIT_USER_ERROR
     if not place.is_leader:
@@ -121,7 +121,7 @@ class LeaderRefused(Exception):
     """Rank 0 has found a user's mistake, and prints it."""
 
 
-def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
+def _share_description(met: Rendezvous, describe: Callable[[], str]) -> str:
     """Broadcasts the leader's description, however long the leader reads and downloads. A mistake of the
     user's raises LeaderRefused on the other ranks."""
     if met.place.is_leader:
@@ -129,23 +129,23 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
             description = describe()
         except UserError:
             met.store.set("description", "")
-            _wait_until_heard(met)
+            _wait_until_read(met)
             raise
         met.store.set("description", description)
         return description
-    while (told := read_now(met.store, "description")) == ABSENT:
+    while (shared := read_now(met.store, "description")) == ABSENT:
         time.sleep(WAIT_SECONDS)
-    if not told:
-        met.store.add("heard", 1)
+    if not shared:
+        met.store.add("read", 1)
         raise LeaderRefused
-    return told.decode()
+    return shared.decode()
 
 
-def _wait_until_heard(met: Rendezvous) -> None:
+def _wait_until_read(met: Rendezvous) -> None:
     """The leader may host the store: it waits until the other ranks know that they must end, but not forever
     for a dead rank."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
-    while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
+    while met.store.add("read", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
@@ -177,6 +177,7 @@ def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -
             findings = preflight(config, begun, trains=config.run.num_steps > 0)
         if is_first:
             FolderLock(config.run.out_dir).release()
+            findings.data.write_prompts(config.run.out_dir)
             console.begin_log(config.run.out_dir / LOG, f"── {datetime.now():%Y-%m-%d %H:%M:%S} ──")
         console.header(header_rows(config, findings, ranks))
         if place is None and (num_idle := device_of(config).num_idle):
@@ -235,29 +236,19 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_wanted(config.drafter.vocabulary, stored.config)
         if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
             check_form(stored.config.method)
-    train = read_problems(config, "train")
-    test = read_problems(config, "test") if config.evaluation.num_problems else None
-    problems, held_out = train.problems, [] if test is None else test.problems
-    tokenizer = load_tokenizer(model_folder(config))
-    params = tokenizer.with_ends(config.sampling.params(config.run.seed, tokenizer.stop_ids), "sampling.stop")
+    data = read_data(config, load_tokenizer(model_folder(config)), model)
     check_max_tokens(
-        [*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens"
+        data.all_problems, config.sampling.max_tokens, model.max_positions, "sampling.max_tokens"
     )
-    longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     if trains:
-        refuse(plan_run(config, model, None if stored is None else stored.config, longest_prompt))
-    Scorer(reward_spec(config)).check(problems[0].data)
+        refuse(plan_run(config, model, None if stored is None else stored.config, data.longest_prompt))
+    Scorer(reward_spec(config)).check(data.problems[0].data)
     if begun is not None:
-        by_split, adapter = {"train": problems, "test": held_out}, adapter_folder(config)
-        resolved = resolved_from(tokenizer, params)
-        inputs = Inputs.of(config, by_split, model_folder(config), adapter=adapter, resolved=resolved)
-        inputs.refuse_other(begun.inputs, config, begun.when)
-    texts = [problem.data for problem in (*problems, *held_out)]
-    chats = describe_template(texts, tokenizer, chat_format(config), "task.chat = true")
-    read = (*train.notes, *(test.notes if test is not None else ()))
-    drafter_note = None if stored is None else stored.note
-    notes = filter(None, (*read, describe_overlap(problems, held_out), *chats, drafter_note))
-    return Findings(model, len(problems), len(held_out), num_adapted, tuple(notes))
+        data.inputs().refuse_other(begun.inputs, config, begun.when)
+    rows = [problem.data for problem in data.all_problems]
+    chats = describe_template(rows, data.tokenizer, chat_format(config), "task.chat = true")
+    notes = (*data.notes, *chats, *([stored.note] if stored is not None and stored.note else []))
+    return Findings(model, data, num_adapted, notes)
 
 
 def plan_run(
@@ -277,7 +268,8 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
     if not isinstance(rollout.speculation, Off):
         speculation += ", by retrieval alone" if drafter.path is None else f", drafter {_named(drafter.path)}"
         speculation += ", trained in idle time" if drafter.train else ""
-    held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
+    num_problems, num_held_out = len(findings.data.problems), len(findings.data.held_out)
+    held_out = f"{num_held_out:,} held out" if num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
     task = without_folder(config.task.name)
@@ -288,7 +280,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         responses = f"{per_step} responses a step, {run.num_steps} steps"
     return {
         "model": f"{name}: {model.architecture}, {short_count(num_parameters)} parameters" + start,
-        "task": f"{task}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        "task": f"{task}: {num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{ranks.number} on {device.name} ({'; '.join(why)}), {run.dtype}",

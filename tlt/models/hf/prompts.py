@@ -49,14 +49,19 @@ def encode_prompts(
     vocab_size: int,
     window: int,
     longest: int | None = None,
+    known: Sequence[Sequence[int]] | None = None,
 ) -> list[EncodedPrompt]:
     """Encodes (place, record) pairs; a place ends with ":line". UserError for a repeated problem_id, and for
-    a prompt that the model cannot read. longest: longer prompts are left out."""
+    a prompt that the model cannot read.
+
+    longest: longer prompts are left out.
+    known: token ids by record, encoded earlier; empty: left out.
+    """
     if chat.variables and tokenizer is not None:
         tokenizer.check_variables(chat.variables, "chat_template_kwargs")
     prompts: list[EncodedPrompt] = []
     places: dict[str, str] = {}
-    for place, record in records:
+    for number, (place, record) in enumerate(records):
         problem_id = get_id(place, record, default=place.rpartition(":")[2])
         if (before := places.get(problem_id)) is not None:
             raise UserError(
@@ -64,8 +69,9 @@ def encode_prompts(
             )
         places[problem_id] = place
         where = f"{place} (problem {problem_id!r})"
-        prompt_ids = encode_prompt(record, tokenizer, where, chat)
-        if longest is not None and len(prompt_ids) > longest:
+        prompt_ids = encode_prompt(record, tokenizer, where, chat) if known is None else tuple(known[number])
+        is_left_out = longest is not None and len(prompt_ids) > longest
+        if is_left_out or (known is not None and not prompt_ids):
             continue
         check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
         prompts.append(EncodedPrompt(problem_id, prompt_ids, record))

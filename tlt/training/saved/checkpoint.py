@@ -109,7 +109,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self.seconds = 0.0
-        self.saved: Saved | None = None
+        self.saved = Saved()
         self._waiting = connect_waiting(world, patience)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -119,7 +119,7 @@ class CheckpointWriter:
         """Copies the state and starts to write it; a saved step is skipped. Raises the previous
         checkpoint's failure."""
         self.wait()
-        if self.saved is not None and checkpoint.step == self.saved.step:
+        if self.saved.digest and checkpoint.step == self.saved.step:
             return
         self._step, self._number = checkpoint.step, self._number + 1
         parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)

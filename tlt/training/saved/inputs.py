@@ -71,8 +71,11 @@ class Inputs:
     """Digest of the first policy, which is also the KL's reference."""
     code: dict[str, str] = field(default_factory=dict)
     """Module of the user's → digest."""
-    resolved: dict[str, str] = field(default_factory=dict)
-    """From the tokenizer's files: `resolved_from`, and split → digest of the problems without prompts."""
+    rows: dict[str, str] = field(default_factory=dict)
+    """Split → digest of the problems without their prompts: the data may be as it was where the tokenizer is
+    not."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """From the tokenizer's files: `special_tokens_of`."""
 
     @staticmethod
     def of(
@@ -81,11 +84,10 @@ class Inputs:
         model: Path,
         weights: str = "",
         adapter: Path | None = None,
-        resolved: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> Inputs:
         """problems: by split.
         adapter: folder that the policy starts from."""
-        rows = {split: digest_of_problems(some, with_prompts=False) for split, some in problems.items()}
         paths = [model / name for name in _MODEL_FILES]
         if adapter is not None:
             paths += [adapter / name for name in _ADAPTER_FILES]
@@ -95,7 +97,8 @@ class Inputs:
             {path.name: _digest(path) for path in paths if path.is_file()},
             weights,
             {module: _digest(path) for module, path in code_of(config).items()},
-            {**rows, **(resolved or {})},
+            {split: digest_of_problems(some, with_prompts=False) for split, some in problems.items()},
+            {**(special_tokens or {})},
         )
 
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
@@ -109,7 +112,7 @@ class Inputs:
         for split, digest in was.problems.items():
             if self.problems.get(split, digest) == digest:
                 continue
-            if self.resolved.get(split) == was.resolved.get(split, ""):
+            if self.rows.get(split) == was.rows.get(split, ""):
                 raise UserError(
                     f"--resume: the prompts of the {_NAMES[split]} have other tokens than {when}, for the "
                     f"chat template or the tokenizer of {config.model.path} has changed; bring that back, "
@@ -119,9 +122,8 @@ class Inputs:
                 f"--resume: the {_NAMES[split]} are not those of the run {when}; bring back the data or "
                 f"the task that they come from, {remedy}"
             )
-        for name in self.resolved.keys() & was.resolved.keys() - _NAMES.keys():
-            if self.resolved[name] != was.resolved[name]:
-                now, before = self.resolved[name], was.resolved[name]
+        for name in self.special_tokens.keys() & was.special_tokens.keys():
+            if (now := self.special_tokens[name]) != (before := was.special_tokens[name]):
                 raise UserError(
                     f"--resume: model.path: the {name} of {config.model.path} are {shorten(now)}, and were "
                     f"{shorten(before)} {when}; bring the tokenizer's files back, {remedy}"
@@ -159,7 +161,7 @@ def _may_change(section: str, key: str, config: Config) -> bool:
     return section == "tracking" or key in MAY_CHANGE_ON_RESUME.get(section, ())
 
 
-def resolved_from(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
+def special_tokens_of(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
     """Ids that end a response, and ids that its text leaves out."""
     return {"stop ids": str([*params.stop_ids]), "special ids": str(sorted(tokenizer.hidden_ids))}
 

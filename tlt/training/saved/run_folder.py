@@ -41,6 +41,8 @@ _KEPT_BY_AN_ATTEMPT = (
     "timeline.rank*.jsonl",
     "metrics.jsonl",
     "evaluations.jsonl",
+    "prompts.train.jsonl",
+    "prompts.test.jsonl",
     "journal",
     "responses",
     "checkpoints",

@@ -85,7 +85,7 @@ class PolicyTrainer:
 
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
-    base: a digest of the initial weights.
+    initial_digest: of the initial weights.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class PolicyTrainer:
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
-        self.base = self._identify_weights()
+        self.initial_digest = self._digest_weights()
         parameters = [*self.trained().values()]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
@@ -207,7 +207,7 @@ class PolicyTrainer:
         """Call it after the tensors have been filled."""
         self.next_step = counters["next_step"]
 
-    def _identify_weights(self) -> str:
+    def _digest_weights(self) -> str:
         """The digest is the same for whole weights and for slices."""
         sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:

@@ -15,7 +15,7 @@ from tests.unit.apps.cli.parts import fail, succeed
 from tests.unit.training.report.records import record
 from tlt.apps.cli import main as cli
 from tlt.base.config.load import load_config
-from tlt.training.evaluations import Evaluation, Evaluations
+from tlt.training.saved.evaluations import Evaluation, Evaluations
 
 
 def write_run(folder: Path, overrides: dict[str, Any], drafter: str | None = "EagleLlamaForCausalLM") -> None:

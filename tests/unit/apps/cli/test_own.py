@@ -69,7 +69,7 @@ def test_rows_with_answers_get_a_reward_whose_test_passes_and_a_configuration_th
     assert "1 passed" in run_test("-m", "pytest", "-p", "no:cacheprovider")
     monkeypatch.chdir(here / "mine")
     findings = preflight(load_config("train.toml", ["--run.num_ranks", "1"]))
-    assert (findings.num_problems, findings.num_held_out) == (14, 2)
+    assert (len(findings.data.problems), len(findings.data.held_out)) == (14, 2)
 
 
 def test_without_an_answer_the_reward_is_to_fill_in_and_its_test_says_so() -> None:
@@ -249,4 +249,4 @@ def test_a_model_and_data_of_the_hub_are_looked_at_and_trained_by_name(
         close_session()
     written = tomllib.loads(Path("train.toml").read_text())
     assert (written["model"]["path"], written["task"]["data"]) == ("me/base", "me/cities")
-    assert (findings.num_problems, findings.num_held_out) == (14, 2)
+    assert (len(findings.data.problems), len(findings.data.held_out)) == (14, 2)

@@ -17,8 +17,8 @@ from tlt.base.records import (
     UpdateMetrics,
 )
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.training.evaluations import Evaluation
 from tlt.training.report.record import StepRecord
+from tlt.training.saved.evaluations import Evaluation
 
 BEGAN = 1_700_000_000.0
 STEP_SECONDS = 10.0

@@ -26,7 +26,7 @@ from tlt.base.types import UserError
 from tlt.models.hf.prompts import ChatFormat, encode_prompt
 from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import PreparesRecords, Task, prepare_records
-from tlt.training.problems import load_problems
+from tlt.training.build.problems import load_problems
 
 BASE = Path(__file__).parents[4] / "recipes" / "countdown" / "base"
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(6)]

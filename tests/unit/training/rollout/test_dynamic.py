@@ -16,7 +16,7 @@ from tlt.base.types import Problem, Reward, Rollout, SamplingParams
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import Fixed
-from tlt.training.problems import problems_of_step, spare_problems
+from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import DrafterTraining

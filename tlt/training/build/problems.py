@@ -19,29 +19,47 @@ from tlt.models.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, e
 from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records
 from tlt.training.ranks.world import World, broadcast_json, refuse_together
+from tlt.training.saved.encoded import NAMES, Encoded, key_of, read_encoded
 from tlt.training.saved.inputs import digest_of_problems
 
 
 @dataclass(frozen=True)
 class ReadProblems:
-    """notes: for the user, about rows that are left out or look unintended."""
+    """encoded: the prompts, rows that are left out included.
+    notes: for the user, about rows that are left out or look unintended.
+    """
 
     problems: list[Problem]
+    encoded: Encoded
     notes: tuple[str, ...]
 
 
 def load_problems(config: Config, split: str, folder: Path | None = None) -> list[Problem]:
-    return read_problems(config, split, folder).problems
+    folder = folder or model_folder(config)
+    return read_problems(
+        config, split, load_tokenizer(folder), load_model_config(folder).max_positions
+    ).problems
 
 
-def read_problems(config: Config, split: str, folder: Path | None = None) -> ReadProblems:
+def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int) -> ReadProblems:
     """Raises UserError for a prompt that the model cannot read, and for fewer problems than a step takes.
     split: "train" or "test"."""
-    folder = folder or model_folder(config)
-    tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
     records, chat = _records(config, split), chat_format(config)
     longest, vocab_size = config.task.max_prompt_tokens, tokenizer.vocab_size
-    prompts = encode_prompts(records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest)
+    key = key_of(records, chat, longest, tokenizer.path)
+    known = read_encoded(config.run.out_dir / NAMES[split], key)
+    prompts = encode_prompts(
+        records,
+        tokenizer,
+        chat,
+        vocab_size=vocab_size,
+        window=window,
+        longest=longest,
+        known=None if known is None else known.rows,
+    )
+    if known is None:
+        ids = {id(prompt.record): prompt.prompt_ids for prompt in prompts}
+        known = Encoded(key, [ids.get(id(record), ()) for _, record in records])
     rows = [record for _, record in records]
     told = [*describe_prompts(rows, len(prompts), longest, "task.max_prompt_tokens")]
     per_step = config.rollout.problems_per_step
@@ -54,7 +72,7 @@ def read_problems(config: Config, split: str, folder: Path | None = None) -> Rea
         )
     problems = [Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, tokenizer)) for prompt in prompts]
     where = "" if split == "train" else "evaluation: "
-    return ReadProblems(problems, tuple(where + line for line in told))
+    return ReadProblems(problems, known, tuple(where + line for line in told))
 
 
 def _data(prompt: EncodedPrompt, tokenizer: Tokenizer) -> Record:

@@ -1,0 +1,84 @@
+"""What a run computes with on one rank: the policy's trainer, the engine, and the training of its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from tlt.base.config.schema import Config
+from tlt.drafter.drafting.retrieval.references import References
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.build.engine import build_backend, load_stored_drafter
+from tlt.engine.build.model import Model, drafter_folder
+from tlt.training.build.policy import build_policy_trainer
+from tlt.training.build.run_engine import engine_settings
+from tlt.training.build.watched_drafter import watch_drafter
+from tlt.training.build.world import layout_of
+from tlt.training.ranks.world import World
+from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.idle_choice import IdleChoice
+from tlt.training.rollout.idle_time import build_idle_choice
+from tlt.training.rollout.protocol import DrafterTraining
+from tlt.training.update.update import PolicyTrainer
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """references: responses that are drafted from; the engine and the loop share them."""
+
+    trainer: PolicyTrainer
+    engine: RolloutBackend
+    drafter_training: DrafterTraining
+    references: References
+    idle_choice: IdleChoice
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        return {**self.trainer.tensors(), **self.drafter_training.tensors()}
+
+    def counters(self) -> dict[str, Any]:
+        """State besides tensors that all ranks share."""
+        return {
+            "policy": self.trainer.counters(),
+            "drafter": self.drafter_training.counters(),
+            "idle": self.idle_choice.counters(),
+        }
+
+    def own_counters(self) -> dict[str, Any]:
+        """State besides tensors of this rank."""
+        tuner, drafter = self.engine.tuner, self.engine.drafter
+        return {
+            "drafter": self.drafter_training.own_counters(),
+            "tuner": {} if tuner is None else tuner.counters(),
+            "drafting": {} if drafter is None else drafter.counters(),
+        }
+
+    def restore(self, counters: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
+        """Call it after the tensors have been filled. own: this rank's, then those of ranks that no longer
+        exist."""
+        self.trainer.restore(counters["policy"])
+        self.drafter_training.restore(counters["drafter"], own[0]["drafter"])
+        self.idle_choice.restore(counters["idle"])
+        if self.engine.tuner is not None:
+            self.engine.tuner.restore(own[0]["tuner"])
+        if self.engine.drafter is not None:
+            self.engine.drafter.restore([known["drafting"] for known in own])
+
+
+def build_models(
+    config: Config, model: Model, world: World, timeline: Timeline, longest_prompt: int
+) -> RunModels:
+    """longest_prompt: in tokens."""
+    trainer = build_policy_trainer(config, model, world, layout_of(config).is_sharded)
+    stored = load_stored_drafter(drafter_folder(config), model)
+    window = longest_prompt + config.sampling.max_tokens
+    settings = replace(engine_settings(config, world.device), window=window)
+    references = References()
+    ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
+    idle_choice = build_idle_choice(world, timeline.epoch.machine, ahead, config.drafter.train, compares)
+    engine = build_backend(model, settings, stored, on_span=timeline.add, references=references)
+    drafter_training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=config.run.seed)
+    return RunModels(trainer, engine, drafter_training, references, idle_choice)
