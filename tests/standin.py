@@ -145,15 +145,13 @@ class _Handler(BaseHTTPRequestHandler):
                 "gated": False,
                 "tags": [],
             }
-            self.send_json(
-                {
-                    **info,
-                    "disabled": False,
-                    "downloads": 0,
-                    "likes": 0,
-                    "lastModified": "2026-01-01T00:00:00.000Z",
-                }
-            )
+            counted = {
+                "disabled": False,
+                "downloads": 0,
+                "likes": 0,
+                "lastModified": "2026-01-01T00:00:00.000Z",
+            }
+            self.send_json(info | counted)
         elif action == "tree":
             is_recursive = (
                 "recursive=True" in urlsplit(self.path).query or "recursive=true" in urlsplit(self.path).query
@@ -182,11 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
         self.send_response(206 if wanted else 200)
-        headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": repo.commit,
-            "Accept-Ranges": "bytes",
-        }
+        digest = hashlib.sha256(data).hexdigest()
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
         headers |= {"X-Linked-Size": str(len(data)), "Content-Length": str(len(data) - start)}
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.unit.apps.page.synthetic import DRAFTS, make_coloured, make_hostile, make_run
-from tlt.apps.page.charts import COLORS
 from tlt.apps.page.render import make_page
 from tlt.training.report.record import read_metrics
 
@@ -141,69 +140,6 @@ def test_a_response_is_text_and_the_table_sorts_and_searches(opened: Opened) -> 
     page.locator("input[type=search]").fill("")
 
 
-def test_another_step_and_a_hidden_line_are_one_click_away(opened: Opened) -> None:
-    page = opened.page
-    page.select_option("#step-choice", index=1)
-    assert page.locator(".panel:not([hidden])").get_attribute("id") == "panel-1"
-    assert page.locator("#panel-1-ranks .plot").bounding_box()["height"] > 100
-    button = page.locator("#panel-1-ranks .legend button").first
-    button.click()
-    assert button.get_attribute("aria-pressed") == "false"
-    page.wait_for_timeout(50)
-    shown = f"label => ({FIND})(`panel-1-ranks|${{label}}`).visible"
-    assert page.evaluate(shown, button.inner_text()) is False
-    assert [said for said in opened.said if said.startswith("error")] == []
-
-
-@pytest.fixture(scope="module")
-def narrow(browser: Any, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    """Two runs on a narrow screen."""
-    folder = tmp_path_factory.mktemp("pair")
-    other = make_run(folder / "other", NUM_STEPS)
-    (folder / "both.html").write_text(make_page([run, other]), encoding="utf-8")
-    page = browser.new_page(viewport={"width": 800, "height": 1000}, offline=True)
-    return Opened(page, folder / "both.html").draw_all()
-
-
-@pytest.mark.parametrize("chart", ["reward", "held-out"])
-def test_a_legend_hides_all_that_belongs_to_its_line(narrow: Opened, chart: str) -> None:
-    """The moving average, its band, each step's values behind it and their points."""
-    paths, color = narrow.page.locator(f"#chart-{chart} .plot svg path"), COLORS[0]
-    count = f"""paths => paths.filter(path => ["fill", "stroke"].some(place =>
-        ["{color}", "rgb({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:], 16)})"]
-        .includes(path.getAttribute(place)))).length"""
-    before = paths.evaluate_all(count)
-    assert before > 3
-    for expected in (0, before):
-        narrow.page.locator(f"#chart-{chart} .legend button").first.click()
-        narrow.page.wait_for_timeout(200)  # until it is drawn
-        assert paths.evaluate_all(count) == expected
-
-
-def test_two_runs_on_a_narrow_screen_do_not_make_it_scroll_sideways(narrow: Opened) -> None:
-    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 800
-    narrow.page.locator("#response-table summary").first.click()
-    cut = """all => all.filter(one => one.getBoundingClientRect().right > 800).length"""
-    assert narrow.page.eval_on_selector_all("#response-table td, #response-table pre", cut) == 0
-    assert [said for said in narrow.said if said.startswith(("error", "warning"))] == []
-
-
-def test_axes_that_count_have_whole_ticks_and_single_values_no_negative_ones(opened: Opened) -> None:
-    read = f"""name => {{ const {{ below, left, x_range, y_range }} = ({FIND})(name);
-        const ticks = (axis, range) => axis.ticker.get_ticks(range.start, range.end, range, NaN).major;
-        return [ticks(below[0], x_range), ticks(left[0], y_range), y_range.start, y_range.end]; }}"""
-    steps, lengths, *_ = opened.page.evaluate(read, "chart-lengths")
-    assert all(tick == int(tick) for tick in steps + lengths)
-    assert opened.page.evaluate(read, "chart-clip")[2:] == [0, 1]  # never clipped
-
-
-def test_charts_over_steps_move_together(opened: Opened) -> None:
-    opened.page.evaluate(f"({FIND})('chart-entropy').x_range.setv({{ start: 3, end: 7 }})")
-    read = f"name => {{ const {{ start, end }} = ({FIND})(name).x_range; return [start, end]; }}"
-    assert opened.page.evaluate(read, "chart-reward") == [3, 7]
-    assert opened.page.evaluate(read, "panel-0-running") == [0, 10]
-
-
 def test_responses_are_filtered_and_seen_by_group(opened: Opened) -> None:
     page, rows = opened.page, opened.page.locator("#response-table tbody tr")
     page.select_option("[name=solved]", "yes")
@@ -263,25 +199,6 @@ def test_no_text_of_a_runs_files_becomes_markup(browser: Any, tmp_path: Path, te
     assert page.evaluate("window.hacked") is None
     assert opened.complaints == []
     assert len(opened.asked) == 1
-    page.close()
-
-
-def test_a_tooltip_shows_a_label_as_it_is_written(browser: Any, tmp_path: Path) -> None:
-    label = "<b>&amp;</b> @x $x"
-    folders = [make_run(tmp_path / str(n) / label.replace("/", "⁄"), NUM_STEPS) for n in range(1)]
-    folders.append(make_run(tmp_path / "other", NUM_STEPS))
-    (tmp_path / "report.html").write_text(make_page(folders), encoding="utf-8")
-    page = browser.new_page(viewport={"width": 1400, "height": 1000}, offline=True)
-    Opened(page, tmp_path / "report.html").draw_all()
-    plot = page.locator("#chart-step-seconds .plot")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    tips: set[str] = set()
-    for share in range(20, 90, 2):
-        page.mouse.move(box["x"] + share / 100 * box["width"], box["y"] + 0.2 * box["height"])
-        page.wait_for_timeout(20)
-        tips |= set(page.locator(".bk-tooltip-row-value").all_inner_texts())
-    assert f"{label.replace('/', '⁄')}: step" in tips
     page.close()
 
 

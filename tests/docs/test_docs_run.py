@@ -59,36 +59,18 @@ SMALL = {
 }
 """Options that cut a command's work down; the last of a name counts."""
 INPUTS = {
-    "MODEL": "base",
-    "POLICY": "base",
-    "DRAFTER": "drafter",
-    "FILE": "problems.jsonl",
-    "FILE.jsonl": "problems.jsonl",
-    "CONFIG": "countdown",
-    "CONFIG.toml": "countdown",
-    "RUN": "run",
-    "prompts.jsonl": "problems.jsonl",
-    "problems2.jsonl": "problems.jsonl",
-    "old.jsonl": "responses.jsonl",
-    "both.jsonl": "responses.jsonl",
-    "responses2.jsonl": "responses.jsonl",
-    "first": "drafter",
-    "N": "2",
-    "recipes/countdown/base": "base",
-    "recipes/countdown/drafter": "drafter",
-    "runs/quickstart/policy": "base",
-    "runs/quickstart/drafter": "drafter",
-    "runs/a": "run",
-    "DATA": "rows.jsonl",
-    "chat.jsonl": "rows.jsonl",
-    "rows.jsonl": "problems.jsonl",
+    **dict.fromkeys(("MODEL", "POLICY", "recipes/countdown/base", "runs/quickstart/policy"), "base"),
+    **dict.fromkeys(("DRAFTER", "first", "recipes/countdown/drafter", "runs/quickstart/drafter"), "drafter"),
+    **dict.fromkeys(
+        ("FILE", "FILE.jsonl", "prompts.jsonl", "problems2.jsonl", "rows.jsonl"), "problems.jsonl"
+    ),
+    **dict.fromkeys(("old.jsonl", "both.jsonl", "responses2.jsonl"), "responses.jsonl"),
+    **dict.fromkeys(("DATA", "chat.jsonl"), "rows.jsonl"),
+    **dict.fromkeys(("CONFIG", "CONFIG.toml", "quickstart.toml"), "countdown"),
+    **dict.fromkeys(("RUN", "runs/a", "runs/quickstart", "runs/off", "runs/tlt", "runs/headline"), "run"),
     "FILE.py:FUNCTION": "my_rewards.py:close",
     "module:function": "my_rewards:close",
-    "runs/quickstart": "run",
-    "runs/off": "run",
-    "runs/tlt": "run",
-    "runs/headline": "run",
-    "quickstart.toml": "countdown",
+    "N": "2",
 }
 """What stands for a page's word."""
 REWARDS = """

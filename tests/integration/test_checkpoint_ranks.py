@@ -4,7 +4,6 @@ and sharded in turn."""
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.forked import fork_ranks, run_ranks
 from tests.unit.training.saved.saved_parts import save_checkpoint
 from tlt.base.types import UserError
-from tlt.training.ranks.waiting import on_all_ranks, on_leader
 from tlt.training.ranks.world import World
 from tlt.training.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 
@@ -107,25 +105,6 @@ def check_damage(rank: int, worlds: list[World], folder: Path) -> None:
     assert all(torch.equal(whole(tensor), make_tensors(0.0)[name]) for name, tensor in target.items())
 
 
-def check_waiting(rank: int, worlds: list[World], folder: Path) -> None:
-    """The leader's work outlasts every collective's time-out; what it fails of, all hear."""
-    world = worlds[2]
-    begun = time.monotonic()
-    on_leader(world, "slow", lambda: time.sleep(1.5))
-    assert time.monotonic() - begun > 1.4
-
-    def fail(error: Exception) -> None:
-        raise error
-
-    with pytest.raises(UserError, match=r"^x: wrong; right it$"):
-        on_leader(world, "a mistake", lambda: fail(UserError("x: wrong; right it")))
-    with pytest.raises((RuntimeError, ZeroDivisionError), match="a bug"):
-        on_leader(world, "a bug", lambda: fail(ZeroDivisionError("a bug")))
-    with pytest.raises(UserError, match=r"^rank 1's mistake; mend it$"):
-        on_all_ranks(world, lambda: fail(UserError("rank 1's mistake; mend it")) if rank == 1 else None)
-    assert on_all_ranks(world, lambda: rank) == rank
-
-
 def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     port = int((folder.parent / "port").read_text())
@@ -138,7 +117,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
         worlds.append(
             World(mine, size, rank, torch.device("cpu"), dist.PrefixStore(f"of {size}", store), group)
         )
-    for check in (check_shards, check_damage, check_waiting):
+    for check in (check_shards, check_damage):
         check(rank, worlds, folder / check.__name__)
         dist.barrier()
 

@@ -13,18 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import Tlt
-from tlt.base.types import UserError
 
-FEW = (
-    "--run.num_ranks",
-    "1",
-    "--run.num_steps",
-    "1",
-    "--evaluation.num_problems",
-    "2",
-    "--rewards.num_workers",
-    "0",
-)
+FEW = "--run.num_ranks 1 --run.num_steps 1 --evaluation.num_problems 2 --rewards.num_workers 0"
 ROWS = [{"prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]", "answer": i} for i in range(12)]
 TASK = """
 class Share:
@@ -51,7 +41,9 @@ def place(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def begin(tlt_here: Tlt, *words: str) -> int:
-    return tlt_here("train", "run.toml", "--run.out_dir", "out", *FEW, "--task.data", "rows.jsonl", *words)
+    return tlt_here(
+        "train", "run.toml", "--run.out_dir", "out", *FEW.split(), "--task.data", "rows.jsonl", *words
+    )
 
 
 def set_key(section: str, key: str, value: object) -> None:
@@ -111,26 +103,6 @@ def test_a_run_does_not_go_on_from_other_inputs(
         assert {path: path.read_bytes() for path in kept} == kept
         Path(name).write_bytes(before)
     assert tlt_here("train", "--resume", "out") == 0
-
-
-def test_a_journal_without_a_checkpoint_holds_a_run_to_its_inputs_too(
-    place: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-
-        def fail(*_: object) -> None:
-            raise UserError("planted")
-
-        patched.setattr("tlt.training.update.update.PolicyTrainer.update", fail)
-        assert begin(tlt_here) == 2
-    assert list(Path("out").glob("journal/step-00000000/*"))
-    set_key("sampling", "temperature", 0.5)
-    capsys.readouterr()
-    assert tlt_here("train", "--resume", "out") == 2
-    assert "sampling.temperature is 0.5, and was 1.0 when its journal began; " in capsys.readouterr().err
-    set_key("sampling", "temperature", 1.0)
-    assert tlt_here("train", "--resume", "out") == 0
-    assert "tokens stood in the journal" in capsys.readouterr().out
 
 
 def test_reward_code_that_was_mended_is_said_and_the_run_goes_on(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt.base.clock import Moment
 from tlt.base.config.load import load_config
 from tlt.base.config.lora import ALL_TARGETS
-from tlt.base.types import UserError
 from tlt.models.hf.peft import PREFIX
 from tlt.training import loop
 from tlt.training.launch.signals import StopRequest
@@ -122,15 +120,3 @@ def test_a_run_starts_from_the_adapter_of_another_whether_it_trains_that_or_all_
 
 
 CHANGES = {"on": {}, "on and further": {"optimizer__learning_rate": "3e-2"}}
-
-
-def test_a_run_does_not_go_on_with_another_adapter(
-    workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(workspace)
-    shutil.copytree(run / "adapter", workspace / "start")
-    train(workspace, "changed", 1, model__adapter=str(workspace / "start"))
-    file = workspace / "start" / "adapter_model.safetensors"
-    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(UserError, match=r"has other adapter_model.safetensors than the base model"):
-        train(workspace, "changed", 2, model__adapter=str(workspace / "start"))

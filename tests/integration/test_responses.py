@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def undrafted(path: Path) -> list[dict[str, Any]]:
-    """The responses without who drafted them, which depends on measured times."""
-    return [{key: value for key, value in line.items() if key != "drafts"} for line in lines(path)]
-
-
 def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> None:
     assert [path.name for path in kept_by(first, "rollout")] == [
         f"rollout-0000000{step}.jsonl" for step in (1, 2, 3)
@@ -55,14 +49,3 @@ def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> Non
             for one in kept
         )
     assert {one["policy_version"] for one in lines(first / "responses" / "evaluation-00000002.jsonl")} == {2}
-
-
-def test_a_resumed_run_keeps_what_counts(workspace: Path, first: Path, tlt_here: Tlt) -> None:
-    again = workspace / "again"
-    shutil.copytree(first, again)
-    expected = {path.name: undrafted(path) for path in (again / "responses").iterdir()}
-    gone_back_behind = again / "responses" / "rollout-00000007.jsonl"
-    gone_back_behind.write_text("{}\n")
-    shutil.rmtree(again / "checkpoints" / "step-00000003")
-    assert tlt_here("train", "--resume", str(again)) == 0
-    assert {path.name: undrafted(path) for path in (again / "responses").iterdir()} == expected

@@ -113,26 +113,6 @@ def test_one_rank_generates_the_same_responses_as_two(
     assert one["update/loss"] == pytest.approx(two["update/loss"], abs=1e-12)
 
 
-def test_a_run_whose_output_nobody_can_read_is_the_same_run(
-    workspace: Path, speculating_run: Path, programs: Programs, tlt_here: Tlt
-) -> None:
-    """tlt train … 2>&1 | head -1, on two ranks; and on one whose stdout lies on a full disk."""
-    one_step = (str(workspace / "run.toml"), "--run.num_steps", "1", "--run.out_dir")
-    reader, writer = os.pipe()
-    programs.begin(*command(workspace, *one_step, str(workspace / "headless")), (writer, writer))
-    os.close(writer)
-    with open(reader) as output:
-        output.readline()
-    assert programs.wait(PATIENCE) == 0
-    with pytest.MonkeyPatch.context() as patch, open("/dev/full", "w", closefd=True) as full:
-        patch.setattr(sys, "stdout", full)
-        assert tlt_here("train", *one_step, str(workspace / "full"), "--run.num_ranks", "1") == 0
-    for name in ("headless", "full"):
-        assert (workspace / name / "policy" / "config.json").exists()
-        one, two = what_the_law_fixes(workspace / name)[0], what_the_law_fixes(speculating_run)[0]
-        assert one["rewards/mean"] == two["rewards/mean"]
-
-
 def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -197,10 +177,6 @@ def measured_steps(out_dir: Path) -> list[int]:
     return [record.step for record in records(out_dir) if math.isfinite(record.drafter.acceptance)]
 
 
-def test_acceptance_is_measured_in_every_fourth_step(speculating_run: Path) -> None:
-    assert measured_steps(speculating_run) == [1, 5]
-
-
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations_and_best(
     workspace: Path, speculating_run: Path, programs: Programs
 ) -> None:
@@ -225,15 +201,6 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert not difference(out_dir, speculating_run)
     assert measured_steps(out_dir) == [1, 5], "the count goes on where it was"
-
-
-def test_a_second_run_into_the_same_folder_is_refused_in_one_line(
-    workspace: Path, speculating_run: Path, tlt_here: Tlt, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(speculating_run)) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "--resume" in said
 
 
 def test_a_run_is_measured_with_its_own_drafter_and_problems(

@@ -24,18 +24,9 @@ def test_weights_that_are_not_finite_reach_no_folder_and_the_last_good_checkpoin
                 self.param_groups[0]["params"][0][0, 0] = torch.nan
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
-    few = (
-        "--run.num_ranks",
-        "1",
-        "--run.num_steps",
-        "2",
-        "--run.checkpoint_every",
-        "1",
-        "--drafter.train",
-        "false",
-    )
+    few = f"--run.out_dir {out_dir} --run.num_ranks 1 --run.num_steps 2 --run.checkpoint_every 1 --drafter.train false"
     plain = ("--rollout.speculation", "off", "--evaluation.num_problems", "0")
-    assert tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *few, *plain) == 2
+    assert tlt_here("train", str(workspace / "run.toml"), *few.split(), *plain) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "tlt: error: policy update of step 2: the optimizer's step leaves weights that are not finite"

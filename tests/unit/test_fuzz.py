@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +13,11 @@ from random import Random
 
 import pytest
 
-from tests.faults.commands import Command, Ending, run
+from tests.faults.commands import Command, run
 from tests.faults.fuzz.case import Case
 from tests.faults.fuzz.judge import GOOD, judge, try_one
 from tests.faults.fuzz.kinds import INPUTS
 from tests.faults.fuzz.sound import Sound, make_models, preload
-from tests.faults.workspace import ROOT
 from tlt.apps.cli.main import main
 from tlt.training.launch.signals import say
 
@@ -85,21 +83,6 @@ def test_the_judge_sees_tracebacks_hangs_and_whatever_is_not_one_line(tmp_path: 
         assert judged(call, tmp_path).startswith("unclear")
     assert judged(lambda: main(["generate"]), tmp_path) == "refused"
     assert judged(lambda: 0, tmp_path) == "success"
-
-
-def test_a_process_that_is_left_behind_is_found_in_a_session_of_its_own_too(tmp_path: Path) -> None:
-    assert judge(Case(()), Ending(0, "", "", ("sleep 30",), 1.0)) == "left behind: ('sleep 30',)"
-    program = (
-        "import pathlib; from tests.faults.commands import *; adopt_orphans(); here = "
-        "pathlib.Path.cwd()\n"
-        "for words in ('setsid sleep 30 &', 'sleep 0.1 &'):\n"
-        "    print(run(Command(here, words=('/bin/sh', '-c', words)), 60.0, patience=2.0).left)"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "('sleep 30',)\n()\n"
 
 
 # ── what the fuzzing has found ──────────────────────────────────────────────────────────────────────────────

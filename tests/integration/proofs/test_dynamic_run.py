@@ -66,11 +66,6 @@ def test_speculation_on_and_off_are_the_same_run(workspace: Path, dapo: tuple[st
     assert all(record.rollout.accept_length >= 1 for record in records(on))
 
 
-def test_one_rank_samples_the_same_groups_as_two(workspace: Path, dapo: tuple[str, ...], plain: Path) -> None:
-    alone = train(workspace, "alone", *dapo, "--run.num_ranks", "1", "--run.num_steps", "1")
-    assert counts(alone) == counts(plain)[:1]
-
-
 def test_a_resumed_run_is_the_same_run(workspace: Path, dapo: tuple[str, ...], plain: Path) -> None:
     out_dir = train(workspace, "resumed", *dapo, "--rollout.speculation", "4x1x4", "--run.num_steps", "2")
     words, environment = command(workspace, "--resume", str(out_dir), "--run.num_steps", "4")

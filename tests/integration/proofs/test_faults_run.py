@@ -149,15 +149,8 @@ def test_a_network_that_is_gone_for_good_ends_the_run_on_both_hosts(
     assert all(codes), said
     assert "the store of rank 0 at 10.77.3.1:29511 has not answered for" in said
     assert "rank 0 has waited 15 s" in said or "replica 0 waits for replica 1" in said or "onnection" in said
-    words, environment = command(
-        workspace,
-        "--resume",
-        str(workspace / "cut-off"),
-        "--run.num_ranks",
-        "2",
-        "--run.timeout_seconds",
-        "300",
-    )
+    again = ("--resume", str(workspace / "cut-off"), "--run.num_ranks", "2", "--run.timeout_seconds", "300")
+    words, environment = command(workspace, *again)
     resumed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert resumed.returncode == 0, resumed.stderr
     assert what_the_law_fixes(workspace / "cut-off") == what_the_law_fixes(undisturbed)

@@ -11,22 +11,9 @@ import pytest
 from tests.integration.conftest import Tlt
 from tests.unit.training.saved.arrangements import arrange, scatter
 
-WORDS = (
-    *(
-        "--run.num_steps",
-        "1",
-        "--run.num_ranks",
-        "1",
-        "--run.keep_responses",
-        "1",
-        "--run.checkpoint_every",
-        "1",
-    ),
-    *("--task.name", "digits:TASK", "--rewards.num_workers", "0"),
-    *("--rollout.problems_per_step", "2", "--rollout.samples_per_problem", "2", "--sampling.max_tokens", "8"),
-    *("--rollout.speculation", "2x1x2", "--evaluation.num_problems", "2", "--task.num_problems", "4"),
-    *("--lora.rank", "2"),
-)
+WORDS = """--run.num_steps 1 --run.num_ranks 1 --run.keep_responses 1 --run.checkpoint_every 1 --task.name digits:TASK
+    --rewards.num_workers 0 --rollout.problems_per_step 2 --rollout.samples_per_problem 2 --sampling.max_tokens 8
+    --rollout.speculation 2x1x2 --evaluation.num_problems 2 --task.num_problems 4 --lora.rank 2"""
 
 
 @pytest.fixture
@@ -51,7 +38,9 @@ def test_no_file_of_the_users_differs_after_a_run_and_its_resumption(
         before = made.digest()
         given = {**made.inputs, "evaluation.data": sources["task.data"]}
         words = [word for key, path in given.items() for word in (f"--{key}", str(path))]
-        code = tlt_here("train", str(workspace / "run.toml"), "--run.out_dir", str(made.out), *words, *WORDS)
+        code = tlt_here(
+            "train", str(workspace / "run.toml"), "--run.out_dir", str(made.out), *words, *WORDS.split()
+        )
         assert code in (0, 2)
         assert {path: made.digest().get(path) for path in before} == before, number
         if code == 0:

@@ -72,28 +72,6 @@ def test_a_model_is_downloaded_then_cached_then_offline_with_the_same_tokens(
 
 
 @pytest.mark.slow
-def test_what_the_hub_refuses_is_one_line_and_exit_code_2(hub: Hub, tmp_path: Path) -> None:
-    for name, more, part in (
-        ("me/none", {}, "has no such model, or a private one"),
-        (
-            "me/base",
-            {"HF_HUB_OFFLINE": "1"},
-            "HF_HUB_OFFLINE is set; unset it, or bring it into the cache with hf download me/base",
-        ),
-        (
-            "me/base",
-            {"HF_ENDPOINT": "http://127.0.0.1:9"},
-            "bring it into the cache with hf download me/base",
-        ),
-    ):
-        done = generate(hub, tmp_path, name, **more)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert done.stderr.startswith(f"tlt: error: {name}: ")
-        assert part in done.stderr
-        assert not (tmp_path / "out.jsonl").exists()
-
-
-@pytest.mark.slow
 def test_ctrl_c_ends_a_download_soon_leaves_nothing_half_written_and_the_next_call_goes_on(
     hub: Hub, tmp_path: Path
 ) -> None:

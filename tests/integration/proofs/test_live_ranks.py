@@ -38,19 +38,6 @@ for step in range(2):
 rollouts.close()
 """
 
-TRL = """
-import sys
-from pathlib import Path
-from tests.unit.apps.integrations.test_trl import Recorder, make_trainer
-from tlt.apps.integrations.trl import TLTRollout
-
-recorder = Recorder(TLTRollout(speculation="ngram:3x1x3"))
-trainer = make_trainer(Path(sys.argv[1]) / "run", recorder, per_device_train_batch_size=4 // size)
-trainer.train()
-for call in recorder.calls:
-    say(call["completion_ids"], trainer.state.log_history[0]["tlt/tokens_per_second"])
-"""
-
 PREPARED = """
 import json, os, sys
 import torch
@@ -109,16 +96,13 @@ def test_the_bare_loop_of_the_examples_runs(workspace: Path, ranks: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["live", "trl"])
-def test_two_ranks_get_the_responses_that_one_gets_each_of_its_own_prompts(name: str, tmp_path: Path) -> None:
-    if name == "trl":
-        pytest.importorskip("trl")
+def test_two_ranks_get_the_responses_that_one_gets_each_of_its_own_prompts(tmp_path: Path) -> None:
     save_drafter(
         tmp_path / "drafter",
         new_model(drafter_shape(module_config(make_model()))).initialize(1),
         torch.float32,
     )
-    (tmp_path / "program.py").write_text(PREPARED + (JOIN + LIVE + LEAVE if name == "live" else TRL))
+    (tmp_path / "program.py").write_text(PREPARED + JOIN + LIVE + LEAVE)
     for ranks in (1, 2):
         run(tmp_path, ["program.py", str(tmp_path)], ranks)
     assert responses(tmp_path, 2) == responses(tmp_path, 1)

@@ -3,19 +3,16 @@ of a rank, and from an older checkpoint by choice, is the run that was never int
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration import test_run as run_tests
 from tests.integration.test_run import PATIENCE, command, records, same_weights, what_the_law_fixes
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
@@ -69,28 +66,12 @@ def assert_same_run(one: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, b[name], rtol=0, atol=1e-9)
 
 
-def own(folder: Path, step: int, rank: int) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads(
-        (folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.json").read_text()
-    )
-    return known
-
-
 def test_two_ranks_then_one_then_two_are_the_run_never_interrupted(moved: Path, straight: Path) -> None:
     assert_same_run(moved, straight)
     checkpoints = sorted((moved / "checkpoints").iterdir())
     assert [len(list(path.glob("*.json"))) for path in checkpoints] == [3, 2, 3], (
         "a manifest, and a file for each rank"
     )
-
-
-def test_what_the_tuner_has_learned_goes_on_across_restarts(moved: Path) -> None:
-    counts = [own(moved, step, 0)["tuner"]["costs"]["num_steps"] for step in (1, 2, 3)]
-    assert 0 < counts[0] < counts[1] < counts[2]
-    texts = [
-        own(moved, step, rank)["drafting"]["ngram"]["problems"] for step, rank in ((1, 0), (1, 1), (2, 0))
-    ]
-    assert {*texts[0], *texts[1]} <= {*texts[2]}, "the one rank that was left knew what both had"
 
 
 def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_choice(
@@ -158,21 +139,3 @@ def test_a_rank_that_is_killed_costs_time_and_changes_nothing(workspace: Path, s
     assert line.endswith(" (restart 1 of 3)")
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(straight)
     assert same_weights(out_dir, straight)
-
-
-def test_a_chosen_draft_vocabulary_survives_a_resume(workspace: Path) -> None:
-    whole = run_tests.train(workspace, "nine", *run_tests.NINE_TOKENS)
-    for num_steps in ("3", "5"):
-        arguments = (*run_tests.NINE_TOKENS, "--resume", "auto", "--run.num_steps", num_steps)
-        resumed = run_tests.train(workspace, "nine-resumed", *arguments)
-    chosen = [
-        [(record.drafter.vocabulary, record.drafter.coverage) for record in records(run)]
-        for run in (whole, resumed)
-    ]
-    assert chosen[0] == chosen[1]
-    manifests = [
-        json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)
-    ]
-    vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]
-    assert vocabularies[0] == vocabularies[1]
-    assert vocabularies[0]["renewals"] > 1, "in the middle of the run"

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.integration.test_run import PATIENCE, command, records, same_weights, train, what_the_law_fixes
-from tlt.models.hf.config import load_model_config
-from tlt.models.hf.weights import content_hash, load_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
@@ -73,18 +70,6 @@ def test_a_sharded_run_is_the_replicated_run_to_the_last_bit(sharded: Path, repl
         replicated / "best" / "model.safetensors"
     ).read_bytes()
     assert "policy sharded (FSDP2) (parallel.policy is fsdp)" in sharded.with_suffix(".txt").read_text()
-
-
-def test_the_drafter_names_the_sharded_policy_by_its_hash(sharded: Path) -> None:
-    policy = load_tensors(sharded / "policy", load_model_config(sharded / "policy"))
-    noted = json.loads((sharded / "drafter" / "config.json").read_text())["tlt"]
-    assert noted["policy_hash"] == content_hash(policy)
-    assert {tensor.dtype for tensor in policy.values()} == {torch.float64}
-
-
-def test_with_the_defaults_they_differ_by_rounding_alone(workspace: Path) -> None:
-    sharded = train(workspace, "clipped", *SHARDED, *SHORT, "--parallel.checkpoint_activations", "true")
-    assert_close(sharded, train(workspace, "clipped-replicated", *SHORT))
 
 
 def test_four_ranks_take_three_steps_with_a_reference_policy(workspace: Path) -> None:

@@ -62,12 +62,3 @@ def test_the_recipe_trains(recipe: Path, tmp_path: Path) -> None:
     assert result.is_finished
     assert [evaluation.step for evaluation in result.evaluations] == [0, 1]
     assert load_tokenizer(result.folder / "policy").stop_ids == (2,)
-
-
-def test_the_reasoning_recipe_starts_where_its_adapter_brings_the_model(recipe: Path, tmp_path: Path) -> None:
-    alone = {"run.num_steps": "0", "run.out_dir": str(tmp_path / "run"), "evaluation.num_problems": "24"}
-    config = load_config(recipe / "reasoning.toml", alone)
-    assert (config.model.path, config.model.adapter) == (recipe / "base", recipe / "warm-up")
-    (evaluation,) = train(config).evaluations
-    assert evaluation.solve_rate is not None
-    assert evaluation.solve_rate > 0.1, "without the adapter it hardly ever solves one"

@@ -59,20 +59,3 @@ def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_tha
         assert values["rollout/draft_acceptance_rate"] == record.rollout.draft_acceptance_rate
         assert values["rollout/draft_acceptance_rate_pos_2"] == record.rollout.draft_acceptance_rate_pos[1]
         assert 1 <= values["rollout/draft_mean_acceptance_length"] <= 5
-
-
-def test_a_tracker_that_is_not_there_is_a_mistake_before_the_run(workspace: Path) -> None:
-    words = (
-        str(workspace / "run.toml"),
-        "--run.out_dir",
-        str(workspace / "never"),
-        "--tracking.use",
-        "own:Missing",
-    )
-    told, environment = command(workspace, *words)
-    done = subprocess.run(told, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "tlt: error: tracking.use: own:Missing cannot be loaded: no module 'own' in "
-    )
-    assert not (workspace / "never").exists()

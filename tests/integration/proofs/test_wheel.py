@@ -25,17 +25,9 @@ TINY = """--run.num_steps 2 --run.num_ranks 1 --run.checkpoint_every 0 --task.nu
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
+    command = (
+        f"{sys.executable} -m pip wheel --no-deps --disable-pip-version-check -w {folder} {ROOT}".split()
+    )
     built = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     if built.returncode and re.search(
         "No matching distribution|NewConnectionError|ConnectTimeout", built.stdout + built.stderr
@@ -56,15 +48,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages / "borrowed.pth").write_text(
         sysconfig.get_path("purelib") + "\n"
     )  # whose own .pth files are not read
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(path / "bin" / "python"),
-        "--disable-pip-version-check",
-        "-q",
-    ]
+    pip = f"{sys.executable} -m pip --python {path}/bin/python --disable-pip-version-check -q".split()
     subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
     return path
 

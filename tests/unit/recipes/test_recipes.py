@@ -12,8 +12,6 @@ from tlt.apps.cli.main import main
 from tlt.base.config.load import load_config
 from tlt.base.io.recipes import copy_recipe, find_config, find_recipe, list_configs
 from tlt.base.types import UserError
-from tlt.models.decoder import ModelConfig
-from tlt.models.hf.peft import read_adapter
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems
 from tlt.training.build.problems import load_problems
@@ -130,26 +128,6 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
         copy_recipe("countdown", tmp_path / "quickstart.toml" / "below")
 
 
-def test_the_command_says_what_lies_there_and_what_to_run_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", "countdown", str(tmp_path / "mine")]) == 0
-    printed = capsys.readouterr().out
-    assert "base/" in printed
-    assert f"cd {tmp_path / 'mine'} && tlt train quickstart.toml" in printed.splitlines()[-1]
-    assert main(["init", "countdown", str(tmp_path / "mine")]) == 2
-    assert capsys.readouterr().err.startswith(f"tlt: error: {tmp_path / 'mine'}: ")
-
-
-@pytest.mark.parametrize("command", [("train",), ("plan", "memory"), ("init",)])
-def test_every_command_that_takes_a_configuration_lists_the_names_where_one_is_unknown(
-    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = [str(tmp_path / "mine")] if command == ("init",) else []
-    assert main([*command, "chess", *more]) == 2
-    assert ", ".join(list_configs()) in capsys.readouterr().err
-
-
 def test_init_without_a_name_lists_what_comes_along(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 2
     said = capsys.readouterr().out
@@ -158,17 +136,3 @@ def test_init_without_a_name_lists_what_comes_along(capsys: pytest.CaptureFixtur
         *list_configs(),
         "own",
     ]
-
-
-def test_a_copy_of_smollm2_holds_the_adapter_that_its_reasoning_starts_from(tmp_path: Path) -> None:
-    copy_recipe("smollm2/reasoning", tmp_path / "mine", lambda base: base.mkdir(parents=True))
-    config = load_config(tmp_path / "mine" / "reasoning.toml")
-    assert config.model.path == tmp_path / "mine" / "base"
-    assert config.model.adapter == tmp_path / "mine" / "warm-up"
-    stored = read_adapter(tmp_path / "mine" / "warm-up", SMOLLM2)
-    assert (stored.lora.rank, stored.lora.scale) == (config.lora.rank, config.lora.scale)
-    assert {*stored.lora.targets} == {*config.lora.targets}
-    assert sum(file.stat().st_size for file in (tmp_path / "mine" / "warm-up").iterdir()) < 5_000_000
-
-
-SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True, max_positions=8192)

@@ -23,10 +23,6 @@ def chains(num: int, split: Any = "train", difficulty: ChainLimits = EVERYDAY) -
     return [draw_chain(rng, split, difficulty) for _ in range(num)]
 
 
-def text(problem: dict[str, Any]) -> str:
-    return str(problem["messages"][0]["content"])
-
-
 def test_no_chain_is_in_both_splits() -> None:
     few = ChainLimits({1: 1.0}, max_number=9, max_result=20)  # so few that nearly all are drawn
     train, test = ({str(chain) for chain in chains(4000, split, few)} for split in ("train", "test"))
@@ -58,23 +54,6 @@ def test_a_story_gives_every_number_once_and_no_other() -> None:
         assert sorted(given) == sorted([chain.start, *(operand for _, operand in chain.steps)]), story
 
 
-def test_a_story_reads_as_english() -> None:
-    for chain in chains(1000):
-        story = tell_story(chain, random.Random(str(chain)))
-        assert not re.search(r"[{}]|  |\.\.", story), story
-        assert all(re.match(r"[A-Z]", sentence) for sentence in re.split(r"(?<=[.?]) ", story)), story
-        assert story.count("?") == 1
-        assert story.endswith("?")
-
-
-def test_options_bound_what_is_drawn() -> None:
-    problems = TASK.problems(200, 0, steps={"4": 1}, max_number=12, max_result=40)
-    numbers = [int(number) for problem in problems for number in re.findall(r"\d+", text(problem))]
-    assert max(numbers) <= 40
-    assert {int(problem["answer"]) <= 40 for problem in problems} == {True}
-    assert TASK.problems(1, 0, chat=False)[0]["prompt"] == text(TASK.problems(1, 0)[0])
-
-
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
@@ -95,23 +74,12 @@ def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], remedy:
     [
         (r"The answer is \boxed{15}.", True),
         (r"\boxed{15.0}", True),
-        (r"\boxed{30/2}", True),
-        (r"\boxed{14} no, \boxed{15}", True),
         (r"\boxed{15} no, \boxed{14}", False),
         (r"<think>\boxed{14}</think>\boxed{15}", True),
         (r"<think>\boxed{15}", False),
         ("The answer is 15.", False),
-        (r"\boxed{15", False),
         (r"\boxed{fifteen}", False),
-        (r"\boxed{}", False),
     ],
 )
 def test_only_the_last_box_after_any_thinking_is_scored(response: str, is_solved: bool) -> None:
     assert TASK.score({"answer": "15"}, response) == {"reward": float(is_solved), "solved": is_solved}
-
-
-def test_limits_that_are_huge_take_no_memory() -> None:
-    """A list of all operands would take gigabytes."""
-    limits = {"max_number": 10**12, "max_result": 10**13}
-    (problem,) = TASK.problems(1, 0, steps={1: 1}, **limits)
-    assert int(problem["answer"]) > 0

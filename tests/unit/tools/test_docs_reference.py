@@ -13,7 +13,7 @@ from tlt.apps.cli.options import label, options_of
 from tlt.base.config.mistakes import section_of
 from tlt.base.config.schema import Config
 from tlt.training.saved.evaluations import Evaluation
-from tools.docs_reference import PAGES, as_markdown, plain, split_fields
+from tools.docs_reference import PAGES
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,3 @@ def test_every_figure_that_a_run_writes_has_a_meaning(pages: dict[str, str]) -> 
     figures += [f"rollout.response_tokens.{name}" for name in ("mean", "p50", "p95", "max")]
     figures += [field.name for field in dataclasses.fields(Evaluation)]
     assert [figure for figure in figures if not meanings.get(figure)] == []
-
-
-def test_the_lines_of_a_docstring_become_fields_and_a_list() -> None:
-    docstring = "Returns it.\n\nloss, kl: means, and\n    more.\nkl: NaN without."
-    assert split_fields(docstring) == (
-        "Returns it.",
-        {"loss": "means, and more.", "kl": "means, and more. NaN without."},
-    )
-    assert as_markdown("It.\n\nmax_tokens: at most.") == "It.\n\n- `max_tokens`: at most."
-    assert plain("more (docs/data.md)") == "more ([data.md](../data.md))"
-    assert plain("a_b <c> | d*") == r"a\_b \<c> \| d\*"

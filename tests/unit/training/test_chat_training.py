@@ -4,7 +4,6 @@ token ids."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests.unit.models.hf.checkpoint_parts import SIZES, hash_of
-from tlt.apps.api import Engine, train
+from tlt.apps.api import train
 from tlt.base.config.load import load_config
 from tlt.tasks.base import get_task
 from tlt.training.build.problems import load_problems
@@ -127,21 +126,6 @@ def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them
     assert all(problem["messages"] == CHATS[int(problem["problem_id"]) - 1] for problem in trained)
 
 
-def test_a_template_that_opens_a_thought_is_told_to_the_scorer_and_to_the_kept_responses(
-    model: Path, tmp_path: Path
-) -> None:
-    thinking = shutil.copytree(model, tmp_path / "thinking")
-    hf = AutoTokenizer.from_pretrained(thinking)
-    hf.chat_template = TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    hf.add_tokens(["<think>", "</think>"])
-    hf.save_pretrained(thinking)
-    config, task = configure(thinking, tmp_path / "run"), Digits()
-    assert train(config, task=task).is_finished
-    assert all(problem["in_thought"] is True for problem in task.seen)
-    lines = (tmp_path / "run" / "responses" / "rollout-00000001.jsonl").read_text().splitlines()
-    assert [json.loads(line)["in_thought"] for line in lines] == [True] * 8
-
-
 def test_rows_of_gsm8k_are_asked_in_the_template_and_a_response_is_scored_by_what_follows_the_mark(
     model: Path, tmp_path: Path
 ) -> None:
@@ -168,15 +152,3 @@ def test_rows_of_gsm8k_are_asked_in_the_template_and_a_response_is_scored_by_wha
             assert get_task("math").score(problem.data, text) == {"reward": 1.0, "solved": True}
         for text in (f"#### {answer}0", f"it is {answer}"):
             assert get_task("math").score(problem.data, text)["reward"] == 0.0
-
-
-def test_a_task_may_make_chats_and_the_trained_policy_still_answers_them(model: Path, tmp_path: Path) -> None:
-    config = configure(model, tmp_path / "run", num_problems=4)
-    result = train(config, task=Digits())
-    assert [evaluation.step for evaluation in result.evaluations] == [0, 2]
-    engine = Engine.from_pretrained(result.folder / "policy", device="cpu")
-    (response,) = engine.generate([CHATS[0]], max_tokens=4)
-    hf = AutoTokenizer.from_pretrained(model)
-    assert list(response.prompt_ids) == hf.apply_chat_template(
-        CHATS[0], add_generation_prompt=True, return_dict=False
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,6 @@ judges = [Judge()]
 def digits(completions: list[str], problem_id: list[str], trainer_state: Any) -> list[float]:
     step, pairs = trainer_state.global_step, zip(problem_id, completions, strict=True)
     return [judges[-1].score(*pair, step) for pair in pairs]
-
-
-def first_of_group(completions: list[str]) -> list[float]:
-    """1 for one response of the group."""
-    best = min(range(len(completions)), key=completions.__getitem__)
-    return [float(i == best) for i in range(len(completions))]
 
 
 @pytest.fixture(scope="module")
@@ -150,24 +143,6 @@ def straight(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir
 
 
-def test_where_functions_alone_score_the_mean_reward_is_what_an_evaluation_is_judged_by(
-    straight: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = evaluations(straight)
-    assert [one.step for one in found] == [0, 1, 2, 3]
-    for one in found:
-        assert one.reward == pytest.approx(sum(one.reward_by_problem.values()) / 2)
-        assert one.by_problem.keys() == one.reward_by_problem.keys() == {"test-0", "test-1"}
-    assert held_in_best(straight) == 2
-    go(base, tmp_path / "run", bonus={3: 0.125})
-    said = " ".join(capsys.readouterr().out.split())
-    first, *_, last = evaluations(tmp_path / "run")
-    assert first.reward is not None
-    assert last.reward is not None
-    assert f"reward {first.reward:.3f} → {last.reward:.3f} on held-out problems, before → after" in said
-    assert f"held-out problems after 3 updates: reward {last.reward:.3f}, 0.0% solved" in said
-
-
 def test_a_run_of_no_steps_only_evaluates_and_can_be_gone_on_with(
     straight: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,21 +161,6 @@ def test_a_run_of_no_steps_only_evaluates_and_can_be_gone_on_with(
     assert same_weights(tmp_path / "run" / "policy", straight / "policy")
     assert [one["ranks"] for one in read_environments(tmp_path / "run")] == [1, 1], "a line for each start"
     assert [one["ranks"] for one in read_environments(tmp_path / "run")] == [1, 1], "a line for each start"
-
-
-@pytest.mark.parametrize(("temperature", "num_samples"), [(0.0, 1), (0.5, 3)])
-def test_an_evaluation_at_temperature_0_draws_one_response_of_each_problem(
-    base: Path, tmp_path: Path, temperature: float, num_samples: int
-) -> None:
-    config = make_config(base, tmp_path / "run")
-    wanted = {"samples_per_problem": 3, "temperature": temperature}
-    evaluation = config.evaluation.model_copy(update=wanted)
-    run = config.run.model_copy(update={"num_steps": 0})
-    alone = config.model_copy(update={"run": run, "evaluation": evaluation})
-    judges.append(Judge())
-    main(describe_run(alone, Moment.now()), judges[-1].stop)
-    (file,) = (tmp_path / "run" / "responses").glob("evaluation-*.jsonl")
-    assert len(file.read_text().splitlines()) == 2 * num_samples
 
 
 @pytest.mark.parametrize("step", [0, 2, 3])
@@ -240,19 +200,6 @@ def test_an_incomplete_evaluation_judges_nothing_and_is_done_again_by_a_run_that
     assert [(one.step, one.num_unscored) for one in evaluations(out_dir)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert "is left out" not in said
     assert "for 3 steps and the evaluations; " in said, "another attempt took most of the time"
-
-
-def test_an_evaluation_without_any_score_is_written_down_and_the_run_goes_on(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_dir = tmp_path / "run"
-    go(base, out_dir, fails={1: ("test",)})
-    assert "held-out problems after 1 updates: no score" in capsys.readouterr().out
-    _, nothing, *_ = evaluations(out_dir)
-    assert (nothing.solve_rate, nothing.reward) == (None, None)
-    assert (nothing.by_problem, nothing.num_unscored) == ({}, 4)
-    assert len(evaluations(out_dir)) == 4
-    assert "NaN" not in (out_dir / "evaluations.jsonl").read_text()
 
 
 def test_an_evaluation_before_training_without_any_score_ends_the_run_in_one_line(
@@ -310,20 +257,6 @@ def test_what_lies_in_best_is_never_the_policy_of_an_evaluation_that_the_run_has
     assert "which the run has gone back behind; now it is of the one after 2 updates" in said
 
 
-def test_a_resumed_run_with_nothing_left_says_so_and_how_to_go_on(
-    straight: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_dir = tmp_path / "run"
-    shutil.copytree(straight, out_dir)
-    go(base, out_dir, bonus=SECOND_IS_BEST)
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"nothing is left to do: all {NUM_STEPS} steps are done; for more of them: tlt train --resume" in said
-    )
-    assert f"--run.num_steps {2 * NUM_STEPS}" in said
-    assert evaluations(out_dir) == evaluations(straight)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_policy_is_saved_in_the_type_of_its_start_or_in_float64(
     dtype: str, base: Path, tmp_path: Path
@@ -336,12 +269,3 @@ def test_the_policy_is_saved_in_the_type_of_its_start_or_in_float64(
         assert weights(tmp_path / "run" / folder).dtype == getattr(torch, dtype)
         described = json.loads((tmp_path / "run" / folder / "config.json").read_text())
         assert described["torch_dtype"] == dtype
-
-
-def test_a_function_that_compares_the_responses_of_a_group_is_right_in_steps_and_evaluations(
-    base: Path, tmp_path: Path
-) -> None:
-    main(describe_run(make_config(base, tmp_path / "run", "first_of_group"), Moment.now()), StopRequest())
-    steps = [record.rewards.mean for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == [0.5] * NUM_STEPS, "one of two responses"
-    assert [one.reward for one in evaluations(tmp_path / "run")] == [0.5] * (NUM_STEPS + 1)

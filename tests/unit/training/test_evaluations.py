@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tlt.base.records import DrafterReport
-from tlt.base.types import Reward, Rollout, UserError
-from tlt.engine.stats import EngineStats
-from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.training.saved.evaluations import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
 
 
@@ -47,20 +43,6 @@ def test_a_run_that_goes_back_forgets_the_evaluations_it_went_back_behind(path: 
     assert [evaluation.step for evaluation in read_evaluations(path)] == [0, 10]
 
 
-def test_only_the_leader_writes(path: Path) -> None:
-    before = path.read_text()
-    evaluations = Evaluations(path, 10, writes=False)
-    evaluations.add(make_evaluation(12, 1.0, 1.0))
-    assert [evaluation.step for evaluation in evaluations.all] == [0, 10, 12]
-    assert path.read_text() == before
-
-
-def test_a_line_that_is_no_evaluation_is_named(path: Path) -> None:
-    path.write_text(path.read_text() + '{"step": 30}\n')
-    with pytest.raises(UserError, match="line 4: no evaluation"):
-        Evaluations(path, 30, writes=True)
-
-
 def test_progress_compares_the_first_with_the_last_and_needs_two(tmp_path: Path, path: Path) -> None:
     progress = Evaluations(path, 20, writes=False).progress()
     assert progress is not None
@@ -69,17 +51,6 @@ def test_progress_compares_the_first_with_the_last_and_needs_two(tmp_path: Path,
     assert progress.p_value == 0.25, "one of four patterns of signs"
     assert Evaluations(path, 5, writes=False).progress() is None
     assert Evaluations(tmp_path / "none", 5, writes=False).best is None
-
-
-def test_where_rewards_are_the_score_best_and_progress_go_by_them(path: Path) -> None:
-    evaluations = Evaluations(path, 20, writes=False, by_reward=True)
-    assert evaluations.best == make_evaluation(0, 0.0, 0.5)
-    progress = evaluations.progress()
-    assert progress is not None
-    assert (progress.solve_rates, progress.rewards) == ((0.25, 1.0), (9.75, 9.0))
-    assert progress.p_value == 1.0, "the rewards have fallen"
-    by_solving = Evaluations(path, 20, writes=False)
-    assert by_solving.best == make_evaluation(20, 1.0, 1.0)
 
 
 def test_an_incomplete_evaluation_is_neither_the_best_nor_compared_and_the_next_one_takes_its_place(
@@ -110,24 +81,6 @@ def test_the_reward_is_the_score_where_functions_alone_score(
     functions: tuple[str, ...], is_by_reward: bool
 ) -> None:
     assert is_judged_by_reward(functions) == is_by_reward
-
-
-def make_phase_result(rewards: list[Reward]) -> PhaseResult:
-    """Two samples of each problem."""
-    rollouts = [Rollout(f"p{i // 2}", i % 2, (1,), (2,), (-0.1,), "stop", 0) for i in range(len(rewards))]
-    replica = ReplicaReport(0.0, 1.0, 2.0, EngineStats(), DrafterReport())
-    return PhaseResult(rollouts, rewards, [replica])
-
-
-def test_a_response_that_could_not_be_scored_is_left_out_and_not_counted_as_unsolved() -> None:
-    solved, failed = Reward(1.0, True), Reward(0.0, False, "KeyError: 'target'")
-    rewards = [solved, failed, solved, Reward(0.0, False), failed, failed]
-    evaluation = Evaluation.of(3, make_phase_result(rewards))
-    assert evaluation.by_problem == {"p0": 1.0, "p1": 0.5}, "of the third problem nothing is known"
-    assert (evaluation.solve_rate, evaluation.reward, evaluation.num_unscored) == (0.75, 0.75, 3)
-    nothing = Evaluation.of(3, make_phase_result([failed, failed]))
-    assert (nothing.solve_rate, nothing.reward) == (None, None)
-    assert (nothing.by_problem, nothing.num_unscored) == ({}, 2)
 
 
 def test_the_means_and_the_p_value_of_progress_are_over_the_same_problems(tmp_path: Path) -> None:

@@ -118,21 +118,6 @@ def test_every_call_uses_the_weights_of_that_moment(dtype: str) -> None:
         take_a_step(model)
 
 
-def test_what_needs_no_layout_of_its_own_is_read_where_it_lies() -> None:
-    model = make_model(tie_word_embeddings=False)
-    packed, layer = LiveRollouts(model).engine.model, model.model.layers[1]
-    assert packed.embedding_VE.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert packed.head_VE.data_ptr() == model.lm_head.weight.data_ptr()
-    pairs = (
-        (packed.head_linear, model.lm_head),
-        (packed.layers[1].output_linear, layer.self_attn.o_proj),
-        (packed.layers[1].down_linear, layer.mlp.down_proj),
-    )
-    for ours, theirs in pairs:
-        assert ours.weight is not None
-        assert ours.weight.data_ptr() == theirs.weight.data_ptr()
-
-
 def test_nothing_is_ever_written_into_the_trainers_weights() -> None:
     model, other = make_model(), make_model(1).float()
     before = copy.deepcopy(model.state_dict())
@@ -163,15 +148,6 @@ def test_a_single_rank_trains_the_drafter_for_a_share_of_its_time_and_can_save_i
     ).read_bytes()
 
 
-def test_the_callers_random_numbers_stay_as_they_are(drafter: Path) -> None:
-    model = make_model()
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    LiveRollouts(model, LiveSettings(drafter, "3x1x3", idle_share=1.0)).generate(PROMPTS, PARAMS, 0)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_call_that_was_broken_off_can_be_made_again(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     rollouts = LiveRollouts(model, LiveSettings(drafter, max_batch_size=2))
@@ -191,16 +167,6 @@ def test_a_call_that_was_broken_off_can_be_made_again(drafter: Path, monkeypatch
         rollouts.generate(PROMPTS, PARAMS, 0)
     rollouts.restart("rollout")
     assert tokens(rollouts.generate(PROMPTS, PARAMS, 0)) == tokens(expected)
-
-
-def test_acceptance_has_the_names_that_trainers_log() -> None:
-    rollouts = LiveRollouts(make_model(initializer_range=0.02), LiveSettings(speculation="ngram:2x1x2"))
-    rollouts.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60), 0)
-    metrics, stats = rollouts.stats.draft_metrics, rollouts.stats
-    accepted, num_drafts = stats.survivors_by_depth, stats.num_drafts
-    assert metrics["draft_mean_acceptance_length"] == 1 + (accepted[1] + accepted[2]) / num_drafts
-    assert metrics["draft_acceptance_rate"] == (accepted[1] + accepted[2]) / stats.num_drafted_tokens
-    assert metrics["draft_acceptance_rate_pos_2"] == accepted[2] / num_drafts
 
 
 @pytest.mark.parametrize(

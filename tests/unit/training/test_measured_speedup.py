@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 from tests.unit.training.test_evaluated_runs import base, make_config, weights
 from tlt.base.clock import Moment
 from tlt.base.config.schema import Config
-from tlt.base.records import SpeedupPair
 from tlt.base.speculation import parse_speculation
-from tlt.engine.stats import EngineStats
 from tlt.training import speedup
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
@@ -56,39 +53,6 @@ def test_a_run_that_measures_its_speedup_is_token_for_token_the_run_that_does_no
     assert all(one.speedup.num_tokens == 0 for one in plain)
     assert "speedup/speedup" in measured[1].figures()
     assert not [name for name in plain[1].figures() if name.startswith("speedup")]
-
-
-def test_where_a_hundredth_of_the_time_is_too_short_the_pair_waits_for_more_steps(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    affordable, before, orders = [], [], []
-
-    def afford(stats: EngineStats, seconds: float, latest: float) -> int:
-        affordable.append(seconds)
-        before.append(latest)
-        return len(affordable) + 1
-
-    def measure(engine: Any, requests: Any, drafts_first: bool, clock: Any) -> SpeedupPair:
-        orders.append(drafts_first)
-        return pairs.measure_pair(engine, requests, drafts_first, clock)
-
-    monkeypatch.setattr(speedup, "measure_pair", measure)
-    monkeypatch.setattr(speedup, "MIN_TOKENS", 3)
-    monkeypatch.setattr(speedup, "affordable_tokens", afford)
-    steps = steps_of(base, tmp_path / "run", 1)
-    assert [one.speedup.num_tokens > 0 for one in steps] == [False, True, True]
-    first, second, third = (one.rollout.seconds for one in steps)
-    assert affordable == pytest.approx([first, first + second, third]), "all since the last measurement"
-    assert orders == [True, False], "it alternates, whatever waits"
-    assert before == pytest.approx([math.nan, math.nan, steps[1].speedup.speedup], nan_ok=True)
-
-
-def test_with_speculation_off_no_speedup_is_told(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = steps_of(base, tmp_path / "run", 1, "off")
-    assert not any(one.speedup.num_tokens for one in steps)
-    assert "speedup" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

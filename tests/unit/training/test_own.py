@@ -29,16 +29,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         close_session()
 
 
-def test_a_model_of_the_hub_is_looked_at_without_its_weights(hub: Hub) -> None:
-    hub.add("me/model", MODEL)
-    write_lines("rows.jsonl", *({"question": f"{n} + 1?", "answer": n + 1} for n in range(16)))
-    own = choose_own(["--model.path=me/model", "--task.data=rows.jsonl", "--run.device=cpu"])
-    assert str(own.config.model.path) == "me/model"
-    assert (own.config.task.name, own.config.task.chat) == ("math", True)
-    assert "tokenizer.json" in hub.downloads
-    assert "model.safetensors" not in hub.downloads
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [(("train.jsonl", "test.jsonl"), "test"), (("part-1.jsonl", "part-2.jsonl"), "train[-4:]")],

@@ -44,12 +44,6 @@ def returning(expression: str) -> str:
     return f"class Mine:\n    def problems(self, num, seed, split='train'):\n        return {expression}\n{SCORE}"
 
 
-def test_a_task_in_the_working_directory_is_found(write_task: Any) -> None:
-    name = write_task(returning("[{'problem_id': str(i), 'prompt': 'x'} for i in range(num)]"))
-    assert get_task(name).score({}, "")["solved"]
-    assert len(make_problems(name, 3, 0, {"split": "test"})) == 3
-
-
 FAULTS = {
     "a syntax error": ("class Mine(:\n", "SyntaxError: .*line 1"),
     "a name error": (f"{returning('[]')}\nundefined\n", "NameError: name 'undefined' is not defined, .*py:8"),
@@ -126,14 +120,6 @@ def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
         "rollout": {"problems_per_step": per_step},
     }
     return load_problems(load_config(values), "train")
-
-
-def test_a_problems_file_may_give_text_or_ids_and_need_not_name_its_problems(tmp_path: Path) -> None:
-    text, ids = problems_from(
-        tmp_path, {"prompt": "[2,9,16:5]"}, {"prompt_ids": [3, 4, 5], "problem_id": "second"}
-    )
-    assert (text.problem_id, text.data["problem_id"]) == ("1", "1")
-    assert (ids.problem_id, ids.prompt_ids) == ("second", (3, 4, 5))
 
 
 TEXT = {"prompt": "[2,9,16:5]"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -90,20 +89,6 @@ def test_answers_that_have_begun_are_counted(tmp_path: Path) -> None:
         "1 prompts end with the assistant's message, which the model continues; where that is the answer to "
         "learn, leave it out of the messages",
     ]
-
-
-@pytest.mark.parametrize("ours", ["prompt", "messages"])
-def test_of_two_columns_that_could_be_the_prompt_the_one_that_is_named_is_taken(
-    ours: str, tmp_path: Path
-) -> None:
-    rows = [{"prompt": "text", **rows_of("in a chat")[0]}]
-    with pytest.raises(
-        UserError, match=r"has prompt and messages; give exactly one of them, by task.columns = "
-    ):
-        load_problems(configure(tmp_path, rows), "train")
-    (problem,) = load_problems(configure(tmp_path, rows, columns={"prompt": ours}), "train")
-    text = load_tokenizer(tmp_path / "model").decode_all(problem.prompt_ids)
-    assert text == "text" if ours == "prompt" else "in a chat<|im_end|>" in text
 
 
 @pytest.mark.parametrize("name", ["llama3_2", "gptoss", "granite3"])
@@ -213,19 +198,3 @@ def test_a_resumed_run_is_held_to_what_the_tokenizers_settings_say(
         return
     with pytest.raises(UserError, match=told):
         inputs_of(config).refuse_other(was, config, "then")
-
-
-def test_a_resumed_run_is_held_to_the_ids_that_texts_leave_out_and_other_data_is_blamed_as_such(
-    tmp_path: Path,
-) -> None:
-    config = configure(tmp_path, rows_of("a", "b"))
-    was = inputs_of(config)
-    others = replace(was, special_tokens={**was.special_tokens, "special ids": "[1]"})
-    with pytest.raises(UserError, match=r"the special ids of .* bring the tokenizer's files back"):
-        was.refuse_other(others, config, "then")
-    now = inputs_of(configure(tmp_path, rows_of("a", "c")))
-    with pytest.raises(
-        UserError, match="training problems are not those of the run then; bring back the data"
-    ):
-        now.refuse_other(was, config, "then")
-    replace(was, rows={}, special_tokens={}).refuse_other(was, config, "then")

@@ -212,37 +212,6 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(tmp_path: Path, dra
     assert [call["completion_ids"] for call in recorder.calls] == whole[2:]
 
 
-def test_an_evaluation_draws_its_own_samples_the_same_ones_each_time(tmp_path: Path) -> None:
-    recorder = Recorder(TLTRollout())
-    trainer = make_trainer(tmp_path, recorder)
-    trainer.evaluate()
-    half = len(recorder.calls)
-    trainer.evaluate()
-    first, second = (
-        [call["completion_ids"] for call in calls] for calls in (recorder.calls[:half], recorder.calls[half:])
-    )
-    assert first == second
-    assert not any(call["is_training"] for call in recorder.calls)
-    trainer.train()
-    trained = {tuple(ids) for call in recorder.calls[2 * half :] for ids in call["completion_ids"]}
-    assert not trained & {tuple(ids) for call in first for ids in call}
-
-
-def test_acceptance_stands_in_trls_logs(tmp_path: Path, drafter: Path) -> None:
-    trainer = make_trainer(tmp_path, TLTRollout(drafter, "learned:2x1x2"))
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    for name in (
-        "draft_acceptance_rate",
-        "draft_mean_acceptance_length",
-        "draft_acceptance_rate_pos_2",
-        "rollout_seconds",
-    ):
-        assert f"tlt/{name}" in logged
-    assert 1 <= logged["tlt/draft_mean_acceptance_length"] <= 3
-    assert 0 <= logged["tlt/draft_acceptance_rate"] <= 1
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -3,7 +3,6 @@ tests/integration/proofs/test_damaged_runs.py tries."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ import pytest
 from tests.unit.apps.page.damage import (
     Damage,
     damage,
-    damages,
     make_sound,
     sample,
     show_page,
     show_status,
     surprises,
 )
-from tests.unit.apps.page.synthetic import evaluation
-from tlt.base.io.files import write_jsonl
 from tlt.base.types import UserError
 
 
@@ -39,11 +35,8 @@ def test_the_page_of_a_damaged_run_is_made_or_one_line(sound: Path) -> None:
 KNOWN: list[Damage] = [
     ("config.json", ("rewards",), '{"functions": 7}'),
     ("responses/rollout-00000001.jsonl", ("token_ids", 0), "1" + "0" * 20),
-    ("responses/rollout-00000001.jsonl", ("prompt_ids", 0), "-5"),
     ("responses/rollout-00000001.jsonl", ("reward",), "1e400"),
     ("metrics.jsonl", ("step",), "1" + "0" * 30),
-    ("metrics.jsonl", ("finished_at",), "1e300"),
-    ("evaluations.jsonl", ("by_problem",), "{}"),
 ]
 
 
@@ -52,7 +45,7 @@ def test_what_once_was_a_traceback_is_none(sound: Path, one: Damage) -> None:
     assert surprises(sound, [one], show_page) == []
 
 
-@pytest.mark.parametrize("odd", ["1e400", "-3", "true", '"7"', "null", "[7]"])
+@pytest.mark.parametrize("odd", ["1e400", "-3", '"7"'])
 def test_a_number_of_steps_that_is_none_is_one_line_of_the_status(
     sound: Path, odd: str, tmp_path: Path
 ) -> None:
@@ -60,15 +53,3 @@ def test_a_number_of_steps_that_is_none_is_one_line_of_the_status(
     damage(folder, "config.json", ("run", "num_steps"), odd)
     with pytest.raises(UserError, match=r"config.json: cannot be read .*bring the run's file back"):
         show_status(folder)
-
-
-def test_evaluations_without_a_problem_are_shown(tmp_path: Path) -> None:
-    folder = make_sound(tmp_path / "run")
-    write_jsonl(folder / "evaluations.jsonl", [evaluation(step, 0.5, {}) for step in (0, 1)])
-    show_status(folder)
-    show_page(folder)
-
-
-def test_the_damages_are_thousands(sound: Path) -> None:
-    assert len(damages(sound)) > 2000
-    assert json.loads((sound / "config.json").read_text())["run"]

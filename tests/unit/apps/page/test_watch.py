@@ -1,6 +1,5 @@
 """The page is served to this machine alone, follows the run, and no file is reached by its name."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.apps.page.synthetic import make_run, step_record
-from tlt.apps.page.watch import PageServer, _Handler
+from tlt.apps.page.watch import PageServer
 from tlt.base.types import UserError
 
 
@@ -64,15 +63,3 @@ def test_it_listens_on_loopback_and_refuses_a_request_that_names_another_host(se
     assert server.server_address[0] == "127.0.0.1"
     assert ask(server, "/", "evil.example:80")[0] == 403
     assert ask(server, "/", f"localhost:{server.server_port}")[0] == 200
-
-
-def test_a_connection_that_says_nothing_is_closed_and_its_thread_ends(
-    server: PageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _Handler.timeout is not None
-    monkeypatch.setattr(_Handler, "timeout", 0.1)
-    for said in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"):
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as idle:
-            idle.sendall(said)
-            assert idle.recv(1) == b"", "the server has closed it"
-    assert ask(server, "/")[0] == 200

@@ -85,11 +85,6 @@ def test_columns_chat_and_scoring_follow_from_a_row(
     assert found.reward == reward
 
 
-def test_without_math_verify_answers_are_compared_as_text_and_without_a_chat_template_prompts_stay() -> None:
-    assert chosen(can_verify=False).reward == "exact"
-    assert "task.chat" not in chosen(of=model("small", has_chat_template=False)).values
-
-
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -100,11 +95,6 @@ def test_without_math_verify_answers_are_compared_as_text_and_without_a_chat_tem
 def test_rows_that_cannot_be_asked_are_refused_with_the_remedy(row: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         chosen(row=row)
-
-
-def test_messages_want_a_chat_template() -> None:
-    with pytest.raises(UserError, match="no chat template"):
-        chosen(row={"messages": CHAT}, of=model("small", has_chat_template=False))
 
 
 @pytest.mark.parametrize(
@@ -153,54 +143,6 @@ def test_what_fits_nowhere_is_said_with_the_remedy() -> None:
     assert "do not fit 32 GiB of memory: does not fit" in why
 
 
-def test_responses_are_as_long_as_the_window_and_the_device_allow() -> None:
-    assert chosen().values["sampling.max_tokens"] == 512
-    assert chosen(longest_prompt=1900).values["sampling.max_tokens"] == 2048 - 1900
-    assert chosen(ONE_GPU, of=model()).values["sampling.max_tokens"] == 2048
-
-
-@pytest.mark.parametrize(("gold", "num_tokens"), [("yes", 128 + 12), ("a sentence " * 100, 512)])
-def test_an_answer_that_is_compared_word_for_word_gets_room_for_itself_and_a_thought(
-    gold: str, num_tokens: int
-) -> None:
-    found = chosen(
-        row={"text": "Good?", "verdict": gold},
-        given={"task.columns": {"prompt": "text", "answer": "verdict"}},
-    )
-    (choice,) = [choice for choice in found.chosen if choice.key == "sampling.max_tokens"]
-    assert (found.reward, choice.value) == ("exact", num_tokens)
-    assert f"answers have up to {len(gold)} characters" in choice.why
-
-
-@pytest.mark.parametrize(
-    ("num_problems", "given", "num_steps"),
-    [
-        (53, {}, 18),
-        (1000, {}, None),
-        (53, {"rollout.problems_per_step": 53}, 3),
-        (53, {"run.num_steps": 5}, None),
-        (None, {}, None),
-    ],
-)
-def test_few_rows_are_gone_through_three_times_and_no_more(
-    num_problems: int | None, given: dict[str, Any], num_steps: int | None
-) -> None:
-    data = DataFacts([{"question": "1 + 1?", "answer": "2"}], 60)
-    found = choose(Facts(model("small"), data, CPUS, 100, num_problems), given)
-    assert found.values.get("run.num_steps") == num_steps
-    if num_steps is not None:
-        assert any("3 times through 53 rows" in choice.why for choice in found.chosen)
-
-
-def test_ranks_and_dtype_stay_auto_and_say_what_that_is_here() -> None:
-    whys = {choice.key: choice.why for choice in chosen(MachineFacts(0, 4, 64 * GIB)).chosen}
-    assert whys["run.num_ranks"] == "here 4: as many as the cores allow"
-    assert whys["run.dtype"] == "here float32, on CPUs"
-    whys = {choice.key: choice.why for choice in chosen(EIGHT_GPUS, of=model()).chosen}
-    assert whys["run.num_ranks"].startswith("here 8: one for each GPU")
-    assert "bfloat16" in whys["run.dtype"]
-
-
 def test_a_key_that_the_user_gives_wins_and_the_others_follow_it() -> None:
     given = {
         "lora.rank": 8,
@@ -215,11 +157,6 @@ def test_a_key_that_the_user_gives_wins_and_the_others_follow_it() -> None:
     assert "task.split" not in found.values
     assert chosen(of=model(), given={"lora.rank": 0}).values["optimizer.learning_rate"] == 1e-6
     assert "task.chat" not in chosen(given={"task.chat": False}).values
-
-
-def test_a_wrong_value_of_the_users_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"^--lora\.rank: lora\.rank is -1; it must be"):
-        chosen(given={"lora.rank": -1})
 
 
 @pytest.mark.parametrize("machine", [CPUS, ONE_GPU, EIGHT_GPUS])
@@ -271,18 +208,3 @@ def test_the_page_on_memory_shows_what_is_chosen_for_three_models_on_three_machi
     machines = (MachineFacts(1, 8, 24 * GIB), ONE_GPU, EIGHT_GPUS)
     rows = [told(size, machine) for size in ("0.5B", "1.5B", "7B") for machine in machines]
     assert "\n".join(rows) in (HERE.parents[1] / "docs/memory.md").read_text()
-
-
-def test_the_plan_that_choices_rest_on_counts_parameters_as_arithmetic_by_hand_does() -> None:
-    """Of a 7B that eight GPUs share: float32 slices, Adam's two moments, and the engine's whole bfloat16."""
-    shape = replace(QWENS["7B"], max_positions=32_768)
-    facts = Facts(
-        ModelFacts(shape, True), DataFacts([{"question": "1?", "answer": "2"}], 1000), EIGHT_GPUS, 100
-    )
-    num_bytes = {
-        term.name: term.num_bytes for term in plan_memory(_plan(facts, choose(facts, {}).values)).terms
-    }
-    attention = 3584 * (3584 + 2 * 512) + 3584 + 2 * 512 + 3584 * 3584
-    num = 28 * (attention + 3 * 3584 * 18_944 + 2 * 3584) + 3584 + 2 * 152_064 * 3584
-    assert num_bytes["weights"] == num_bytes["gradients"] == num * 4 // 8
-    assert (num_bytes["optimizer"], num_bytes["engine"]) == (num * 8 // 8, num * 2)

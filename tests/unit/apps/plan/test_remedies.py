@@ -17,10 +17,10 @@ from tlt.base.types import UserError
 
 def test_every_remedy_makes_the_run_fit(tmp_path: Path) -> None:
     chance, found = random.Random(0), Counter[str]()
-    for model in range(4):
+    for model in range(2):
         write_run(folder := tmp_path / str(model), chance)
         found.update(check(draw_asked(folder, chance)) for _ in range(8))
-    assert min(found["fits"], found["advised"], found["none"]) >= 2, found
+    assert min(found["fits"], found["advised"], found["none"]) >= 1, found
 
 
 MANY = {"run.device": "cpu", "sampling.max_tokens": "512", "rollout.max_batch_size": "1"}

@@ -17,7 +17,6 @@ import pytest
 
 from tests.standin import Hub, serve_hub
 from tests.unit.apps.cli.parts import save_tokenizer
-from tlt.apps.run.start import prepare
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.io.data import DataSource, read_data, to_json
@@ -57,15 +56,6 @@ def test_a_row_without_a_name_has_its_line_or_its_number_in_the_folder(tmp_path:
     found = read_data(source(tmp_path))
     assert [record["problem_id"] for _, record in found] == ["1", "mine", *"345678"]
     assert found[2][0] == f"{tmp_path / 'b.jsonl'}:1"
-
-
-def test_a_folder_of_jsonl_has_the_splits_that_its_names_say(tmp_path: Path) -> None:
-    for name, rows in {"train-1": ROWS[:2], "train-2": ROWS[2:3], "mine_test": ROWS[3:]}.items():
-        write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    assert len(records(source(tmp_path))) == len(records(source(tmp_path, split="train"))) == 3
-    assert len(records(source(tmp_path, usual_split="test"))) == 3
-    told = "has no split 'dev'; its files are mine_test.jsonl, train-1.jsonl, train-2.jsonl"
-    assert refusal(source(tmp_path, split="dev")).endswith(told)
 
 
 def test_rows_of_a_jsonl_split_are_written_as_in_datasets_and_keep_their_ids(tmp_path: Path) -> None:
@@ -226,24 +216,6 @@ def test_a_dataset_of_the_hub_is_downloaded_once_and_read_offline_without_the_pa
         assert part in line
 
 
-def test_rows_of_another_commit_are_refused_where_the_hub_does_not_answer(
-    datasets: Any, tmp_path: Path
-) -> None:
-    """datasets takes the latest version that it has, and says so in passing."""
-    repo, cache = tmp_path / "repo", tmp_path / "home"
-    with serve_hub() as hub:
-        for rows in (ROWS, ROWS[:2]):
-            datasets.Dataset.from_list(rows).to_parquet(repo / "train.parquet")
-            commit = hub.add("me/data", repo, kind="datasets").commit
-            if rows is ROWS:
-                assert read_in_process(hub, cache, "me/data")[0][0] == 6
-        found, said = read_in_process(hub, cache, f"me/data@{commit}", HF_HUB_OFFLINE="1")
-        assert found is None
-        assert f"is in the cache, not {commit}); check the network" in said
-        assert not list(cache.rglob("*.jsonl.*"))
-        assert read_in_process(hub, cache, "me/data")[0][0] == 2
-
-
 # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 USER = {"role": "user", "content": "2"}
@@ -342,36 +314,6 @@ def test_held_out_problems_are_the_first_of_their_own_data_or_split(tmp_path: Pa
     assert [len(load_problems(split, name)) for name in ("train", "test")] == [6, 3]
     made = load_problems(config_of(tmp_path, task, num_problems=5), "test")
     assert [problem.problem_id for problem in made] == [f"countdown-test-0-{i}" for i in range(5)]
-
-
-def test_held_out_problems_that_are_trained_on_are_said_in_one_line_when_a_run_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"[2,9,16:{i}]", "numbers": [2, 9, 16], "target": i} for i in range(1, 7)]
-    for name, chosen in (("train", rows[:4]), ("some", rows[2:]), ("others", rows[4:])):
-        write_jsonl(tmp_path / f"{name}.jsonl", chosen)
-    said = {}
-    for name in ("some", "others"):
-        prepare(config_of(tmp_path, {"data": "train.jsonl"}, data=f"{name}.jsonl", num_problems=3))
-        said[name] = capsys.readouterr().out
-    assert "2 of 3 held-out problems are trained on, too ('1' is training problem '3')" in said["some"]
-    assert "trained on" not in said["others"]
-
-
-def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_its_own(
-    tmp_path: Path,
-) -> None:
-    numbers = [2, 9]
-    write_jsonl(tmp_path / "train.jsonl", [{"question": "[2,9:7]", "numbers": numbers, "target": 7}])
-    write_jsonl(tmp_path / "test.jsonl", [{"problem": "[2,9:11]", "numbers": numbers, "target": 11}])
-    task = {"data": str(tmp_path / "train.jsonl"), "columns": {"prompt": "question"}}
-    assert len(load_problems(config_of(tmp_path, task), "train")) == 1
-    test = str(tmp_path / "test.jsonl")
-    with pytest.raises(UserError, match="has no column 'question'"):
-        load_problems(config_of(tmp_path, task, data=test), "test")
-    renamed = config_of(tmp_path, task, data=test, columns={"prompt": "problem"})
-    assert len(load_problems(renamed, "test")) == 1
 
 
 def test_sources_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,7 @@ from tlt.base.io.files import (
     dumps,
     get_id,
     read_appended,
-    read_jsonl,
     replace_folder,
-    with_folder,
     write_atomically,
     write_jsonl,
 )
@@ -97,23 +94,6 @@ def test_what_is_no_regular_file_is_refused_and_stays(here: Path) -> None:
     assert Path("pipe").is_fifo()
 
 
-def test_a_file_beneath_a_file_is_refused_in_one_line(here: Path) -> None:
-    Path("a").write_text("")
-    with pytest.raises(UserError, match=f"--out: {here / 'a'} is no folder; give another path"):
-        check_output_file(Path("a/b/c"), "--out")
-    with pytest.raises(UserError, match="cannot be written"):
-        with_folder(Path("a/b/c"))
-
-
-def test_an_output_makes_its_folder_only_when_it_is_written(here: Path) -> None:
-    out = Path("new/er/out.jsonl")
-    check_output_file(out, "--out")
-    assert names(here) == []
-    write_jsonl(with_folder(out), [{"a": 1}])
-    assert out.read_text() == '{"a": 1}\n'
-    check_output_file(out, "--out")
-
-
 # ── a folder ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -148,21 +128,6 @@ def test_a_folder_that_could_not_be_filled_leaves_the_old_one_alone(
     assert names(here) == ["out"]
 
 
-def test_a_folder_behind_a_symlink_is_replaced_where_it_lies(here: Path) -> None:
-    fill(here / "real", "old")
-    (here / "link").symlink_to("real")
-    fill(here / "link", "new")
-    assert (here / "link").is_symlink()
-    assert (here / "real" / "inner" / "file").read_text() == "new"
-    assert names(here) == ["link", "real"]
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
-    (here / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        fill(here / "file" / "out", "new")
-
-
 # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -171,11 +136,6 @@ def test_json_is_strict(here: Path) -> None:
     assert dumps(value) == '{"a": [null, null, 1.5], "é": null}'
     write_jsonl(here / "out.jsonl", [{"logprobs": (float("nan"),)}])
     assert (here / "out.jsonl").read_text() == '{"logprobs": [null]}\n'
-
-
-def test_a_byte_order_mark_is_skipped(here: Path) -> None:
-    (here / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "1"}).encode())
-    assert read_jsonl(here / "a.jsonl", "--prompts") == [(f"{here / 'a.jsonl'}:1", {"prompt": "1"})]
 
 
 @pytest.mark.parametrize(("value", "name"), [(7, "7"), ("x", "x")])

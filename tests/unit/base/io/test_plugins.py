@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import tlt
 from tlt.base.config.load import load_config
-from tlt.base.io.plugins import describe, get_object, source_of
+from tlt.base.io.plugins import get_object, source_of
 from tlt.base.types import UserError
 from tlt.training.saved.inputs import code_of
 
@@ -85,16 +83,3 @@ def test_files_are_sought_beside_the_configuration_then_here_and_are_inputs_of_a
     assert code_of(config) == {str(beside): beside}
     assert source_of(f"{here / 'here.py'}:T") is None
     assert load_config(json.loads(config.to_json())) == config
-
-
-@pytest.mark.parametrize(
-    "caller", ["tasks/base.py", "tasks/rewards/scoring.py", "training/report/trackers.py"]
-)
-def test_what_calls_the_users_code_is_no_place_of_a_users_mistake(caller: str) -> None:
-    path = Path(tlt.__file__).parent / caller
-    assert path.exists()
-    scope: dict[str, Any] = {}
-    exec(compile("def call():\n    ''.nothing\n", str(path), "exec"), scope)
-    with pytest.raises(AttributeError) as raised:
-        scope["call"]()
-    assert str(path) not in describe(raised.value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,41 +76,7 @@ def test_a_console_goes_on_where_nothing_can_be_printed_and_says_so_once(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_stdout_of_few_characters_shows_the_others_as_escapes(encoding: str) -> None:
-    with (
-        io.TextIOWrapper(io.BytesIO(), encoding=encoding) as stream,
-        Console(num_steps=2, stream=stream) as console,
-    ):
-        console.note("8 × 8 → half a character: \ud800")
-        stream.flush()
-        assert stream.buffer.getvalue().decode(encoding).strip() in (
-            "8 \\xd7 8 \\u2192 half a character: \\ud800",
-            "8 × 8 \\u2192 half a character: \\ud800",
-        )
-
-
-@pytest.mark.parametrize("size", ["²", "x", ""])
-def test_a_terminal_whose_size_is_no_number_has_the_default_size(
-    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", size)
-    monkeypatch.setenv("LINES", size)
-    assert main(["plan", "memory", "countdown"]) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_a_console_without_any_stdout_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it under `>&-`
     with Console() as console:
         console.note("lost")
-
-
-def test_no_file_takes_the_number_of_a_stdout_that_was_closed() -> None:
-    program = "import os; from tlt.apps.cli.main import main; main(['--version']); os._exit(open('/dev/zero').fileno())"
-    assert (
-        subprocess.run(
-            ["sh", "-c", f'exec "{sys.executable}" -c "{program}" >&- 2>&-'], check=False
-        ).returncode
-        > 2
-    )

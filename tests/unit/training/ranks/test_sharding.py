@@ -436,45 +436,6 @@ def test_auto_shards_where_several_ranks_have_gpus(
     assert choice.reason
 
 
-class Counted(dict[str, Tensor]):
-    """A part that knows how many others are alive."""
-
-    alive = 0
-    most = 0
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__(tensors)
-        Counted.alive += 1
-        Counted.most = max(Counted.most, Counted.alive)
-
-    def __del__(self) -> None:
-        Counted.alive -= 1
-
-
-def test_an_engine_holds_on_to_one_part_at_a_time() -> None:
-    model = Transformer(UNTIED).double().initialize(0)
-    engine = PackedTransformer(UNTIED, torch.float64)
-    engine.load_parts((Counted(part) for part in layer_by_layer(dict(model.named_parameters()))), 1)
-    assert (Counted.most, Counted.alive) == (1, 0)
-
-
-def test_parts_are_whole_layers_read_when_they_are_asked_for() -> None:
-    read: list[str] = []
-
-    class Noted(dict[str, int]):
-        def __getitem__(self, name: str) -> int:
-            read.append(name)
-            return super().__getitem__(name)
-
-    names = [name for name, _ in Transformer(UNTIED).named_parameters()]
-    parts = layer_by_layer(Noted.fromkeys(names, 0))  # type: ignore[arg-type]  # numbers stand for tensors
-    assert list(next(parts)) == read == ["model.embed_tokens.weight"]
-    assert {name.split(".")[2] for name in next(parts)} == {"0"}
-    assert {name.split(".")[2] for name in next(parts)} == {"1"}
-    assert [list(part) for part in parts] == [["model.norm.weight"], ["lm_head.weight"]]
-    assert read == names
-
-
 @pytest.mark.parametrize(
     "missing", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.1."]
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +13,7 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from tlt.base.types import UserError
 from tlt.training.launch.place import Place, find_place
-from tlt.training.launch.signals import StopRequest
-from tlt.training.ranks import store as store_module
-from tlt.training.ranks.store import Attempt, Watch, attempt_store, is_over, meet, open_store, share_stop
+from tlt.training.ranks.store import Attempt, attempt_store, is_over, meet, open_store
 from tlt.training.rollout.work_queue import WorkQueue
 
 
@@ -79,16 +75,6 @@ def test_a_rank_that_died_while_others_waited_is_not_taken_for_the_one_in_its_pl
     assert died, "rank 0 met whom it never saw"
 
 
-def test_a_rank_that_comes_before_the_leader_does_not_take_the_last_attempt_for_its_own() -> None:
-    store = HashStore()
-    first = meeting(store, 0, 1, 2)[0]
-    with pytest.raises(
-        UserError, match="did not come"
-    ):  # all that the dead have left says that they are there
-        meet(store, 1, 3, 0.2)
-    assert len({*meeting(store, 0, 1, 2)} - {first}) == 1
-
-
 def test_an_attempt_is_over_for_all_once_one_of_its_ranks_comes_again() -> None:
     """Its launcher has started that one again; those on other machines would wait for the dead until their
     time-out."""
@@ -125,24 +111,6 @@ def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_th
     with pytest.raises(UserError, match="did not come"):
         meet(stranger, 1, 2, 0.1)
     assert not is_over(stores[0], attempts[0])
-
-
-def test_a_signal_that_one_rank_has_heard_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_WATCH_SECONDS", 0.01)
-    store, stops = (
-        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-        [StopRequest() for _ in range(3)],
-    )
-    watches = [Watch() for _ in stops]
-    for stop, watch in zip(stops, watches, strict=True):
-        share_stop(attempt_store(store, Attempt(1, 3)), stop, watch)
-    stops[1].ask(signal.SIGTERM)
-    deadline = time.monotonic() + 60
-    while not all(stop.is_set() for stop in stops) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for watch in watches:
-        watch.has_left.set()
-    assert [stop.signal for stop in stops] == [signal.SIGTERM] * 3
 
 
 def test_those_who_do_not_come_are_named_in_one_line() -> None:

@@ -47,11 +47,6 @@ def test_more_ranks_than_gpus_are_refused_with_both_remedies(wanted: str) -> Non
     assert "\n" not in message
 
 
-def test_cuda_without_any_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no GPU was found; give --run\.device cpu"):
-        choose_device("cuda", 1, 0)
-
-
 def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import VOCAB, make_engine, make_policy
@@ -15,10 +14,8 @@ from tlt.apps.cli.generate import Generate
 from tlt.apps.cli.generate import run as generate
 from tlt.base.config.load import load_config
 from tlt.base.records import AheadReport
-from tlt.base.types import Request, Rollout, SamplingParams, UserError, Verdict
+from tlt.base.types import Request, SamplingParams, UserError
 from tlt.drafter.drafting.retrieval.references import References
-from tlt.drafter.protocol import Drafter, LentDrafter, Proposal
-from tlt.speculation.law.tree import chain
 from tlt.training.rollout.ahead import AheadOfPolicy
 from tlt.training.rollout.ahead_queue import AheadQueue
 
@@ -45,36 +42,6 @@ def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
 
 def queue_of(store: HashStore | None = None) -> AheadQueue:
     return AheadQueue(store or HashStore())
-
-
-class Recorded(Drafter[Proposal]):
-    """Keeps what it is told of the ends of sequences."""
-
-    kinds = ("learned",)
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def propose(self, *_: Any) -> Proposal:
-        return Proposal(chain(torch.zeros(1, 2, dtype=torch.int64)))
-
-    def observe(self, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
-        self.told.append(("observe", len(verdicts)))
-
-    def finish(self, slot: int, rollout: Rollout) -> None:
-        self.told.append(("finish", slot))
-
-    def withdraw(self, slot: int) -> None:
-        self.told.append(("withdraw", slot))
-
-
-def test_a_drafter_that_is_lent_learns_nothing_from_responses_and_its_slots_are_given_up() -> None:
-    drafter = Recorded()
-    lent = LentDrafter(drafter)
-    lent.observe(drafter.propose(), [Verdict((1,), 0, (0,), (0.0,))])
-    lent.finish(3, Rollout("p", 0, (1,), (2,), (0.0,), "stop", 0))
-    lent.withdraw(2)
-    assert drafter.told == [("withdraw", 3), ("withdraw", 2)]
 
 
 def tokens_of(ahead: AheadOfPolicy) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
@@ -163,29 +130,6 @@ def test_the_next_step_comes_before_the_one_behind_it_and_the_longest_problems_f
     assert [(r.problem_id, r.policy_step) for r in ahead.requests] == [("c", 1), ("d", 1), ("b", 1), ("a", 2)]
 
 
-def test_what_a_policy_has_written_to_its_end_comes_last_however_near_its_step_is() -> None:
-    asked, references = [request("a", 1), request("b", 1), request("c", 2)], References()
-    references.keep(asked[0].noise_key, range(9), 0, is_whole=True)
-    references.keep(asked[1].noise_key, range(9), 0)
-    order = [r.problem_id for r in make_ahead(asked, references=references).requests]
-    assert order == ["b", "c", "a"]
-
-
-def test_as_many_responses_run_at_a_time_as_a_step_has_and_further_steps_fill_up() -> None:
-    requests = [request(f"p{i}", step) for step in (1, 2, 3) for i in range(4 * step - 4, 4 * step)]
-    ahead = make_ahead(requests, engine=make_engine(make_policy(), max_batch_size=24))
-    num_running = []
-
-    def stops() -> bool:
-        num_running.append(len(ahead.engine.running))
-        return False
-
-    ahead.run(stops)
-    assert max(num_running) == 4
-    assert sum(num_running) > 3.5 * (len(num_running) - 24)
-    assert tokens_of(ahead) == plain(requests)
-
-
 def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dropped() -> None:
     asked, used = request("p"), request("q", 0)
     references = References()
@@ -225,13 +169,6 @@ def test_what_nothing_would_draft_from_is_not_generated_ahead(words: list[str]) 
         UserError, match=r"rollout\.ahead is 1, but nothing would draft from what is generated"
     ):
         load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words])
-
-
-def test_what_follows_references_may_be_generated_ahead_for() -> None:
-    for words in ([], ["--rollout.speculation=ahead+hybrid:64x1x64"]):
-        assert (
-            load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words]).rollout.ahead == 1
-        )
 
 
 @pytest.mark.parametrize(

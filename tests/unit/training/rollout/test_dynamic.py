@@ -77,23 +77,6 @@ def test_where_no_problem_is_left_those_without_a_signal_come_again_with_further
     assert sampling.next_requests(groups, 3) == [GroupRequest(PROBLEMS[0], 4)]
 
 
-def test_after_the_last_round_others_fill_up_each_problem_once() -> None:
-    sampling = rule(3, (), max_resamples=1)
-    groups = [
-        answer(GroupRequest(PROBLEMS[0]), 0, 0),
-        answer(GroupRequest(PROBLEMS[1]), 0, 0),
-        answer(GroupRequest(PROBLEMS[2]), 0, 1),
-    ]
-    groups += [answer(GroupRequest(PROBLEMS[0], 2), 1, 1), answer(GroupRequest(PROBLEMS[1], 2), 0, 1)]
-    assert sampling.next_requests(groups, 2) == []
-    kept = sampling.select(groups)
-    assert [(group.problem_id, group.request.first_sample) for group in kept] == [
-        ("p2", 0),
-        ("p1", 2),
-        ("p0", 0),
-    ]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_no_key_occurs_twice_and_every_round_asks_for_what_lacks_whatever_the_rewards(seed: int) -> None:
     rng = random.Random(seed)

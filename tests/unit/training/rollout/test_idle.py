@@ -79,12 +79,6 @@ def seconds_of(idle_time: IdleTime, use: IdleUse) -> float:
     return sum(stretch.end - stretch.start for stretch in idle_time.stretches if stretch.use is use)
 
 
-@pytest.mark.parametrize("order", [(TRAIN, AHEAD), (TRAIN,)], ids=len)
-def test_the_plan_says_what_is_done_and_in_which_order(order: tuple[IdleUse, ...]) -> None:
-    idle_time, _ = spend(IdlePlan(order), ahead=4, train=6, seconds=1.0)
-    assert [stretch.use for stretch in idle_time.stretches] == [*order, REST]
-
-
 def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest() -> None:
     idle_time, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
     assert [stretch.use for stretch in idle_time.stretches] == [AHEAD, TRAIN, REST]
@@ -155,27 +149,6 @@ def test_ahead_is_worth_what_its_tokens_have_won_shared_by_the_ranks_at_work() -
     )
 
 
-def test_where_no_tuner_says_what_else_there_was_nothing_is_learned_of_what_is_won() -> None:
-    chosen = choice()
-    for _ in range(5):
-        chosen.observe(replace(GENERATED, won_seconds=None), NO_SUMS)
-    assert chosen.worth()[AHEAD].gain == pytest.approx(module._PRIOR_WON / 1.5)
-
-
-def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps() -> None:
-    chosen = choice()
-    facts = replace(NOTHING, train_seconds=4.0, acceptance_before=0.74, acceptance=0.75)
-    for _ in range(40):
-        chosen.observe(facts, NO_SUMS)
-    measured = 0.01 / 1.75 * 10.0 * module.TRAINING_HORIZON / 4.0
-    weight = 1 / (1 - 0.8)
-    assert chosen.worth()[TRAIN].gain == pytest.approx((measured * weight + 0.1 * 2) / (weight + 2), rel=0.01)
-    last = replace(facts, steps_left=1)
-    assert last.training_gain == pytest.approx(measured / module.TRAINING_HORIZON), (
-        "at the end of a run there is nothing to train for"
-    )
-
-
 def test_the_use_that_is_worth_more_comes_first_and_the_other_has_its_trials() -> None:
     chosen = choice()
     for _ in range(10):
@@ -200,19 +173,6 @@ def test_a_use_that_costs_more_than_it_brings_is_left_but_for_trials() -> None:
     assert orders.count((TRAIN,)) == 2
 
 
-def test_training_that_takes_longer_to_publish_than_it_brings_is_left() -> None:
-    """Steps so short that a rank trains for 0.1 s and all wait 0.05 s for the average."""
-    chosen = choice(TRAIN)
-    facts = replace(
-        NOTHING, rollout_seconds=1.0, train_seconds=0.1, acceptance_before=0.70, acceptance=0.7005
-    )
-    chosen.observe(replace(facts, publish_seconds=0.05), NO_SUMS)
-    assert chosen.plan(1).order == ()
-    free = choice(TRAIN)
-    free.observe(facts, NO_SUMS)
-    assert free.plan(1).order == (TRAIN,)
-
-
 def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs() -> None:
     asked, compared = choice(compares=False), choice()
     for chosen in (asked, compared):
@@ -220,27 +180,6 @@ def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs(
             chosen.observe(replace(GENERATED, won_seconds=-0.5), costly(AHEAD, 0.3))
     assert asked.plan(0).order[0] is AHEAD
     assert AHEAD not in compared.plan(1).order
-
-
-def test_a_cost_that_is_not_sure_yet_keeps_nobody_from_trying() -> None:
-    chosen = choice()
-    chosen.observe(replace(GENERATED, won_seconds=5.0), costly(AHEAD, 0.4, num_steps=4))
-    assert chosen.worth()[AHEAD].cost > 0.05
-    assert AHEAD in chosen.plan(1).order
-
-
-def test_ranks_rest_the_less_the_better_the_costs_are_known() -> None:
-    chosen = choice(TRAIN)
-    shares = [chosen.plan(0).rest]
-    for _ in range(6):
-        chosen.observe(NOTHING, costly(TRAIN, 0.1, num_steps=250))
-        shares.append(chosen.plan(0).rest)
-    assert shares[0] == 1 / 4
-    assert shares[-1] == 1 / 32
-    assert shares == sorted(shares, reverse=True)
-    assert IdleChoice((TRAIN,), False, has_neighbours=False).plan(0).rest == 0.0, (
-        "alone on its machine it slows nobody"
-    )
 
 
 def test_what_is_known_survives_a_restart() -> None:

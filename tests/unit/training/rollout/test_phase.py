@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-
 import pytest
-import torch
 
-from tests.lossless.helpers import CONFIG
 from tests.unit.training.rollout.phase_parts import (
-    PATIENCE,
     OneTokenEngine,
     ScriptedSpot,
     generate,
-    make_engine,
-    make_model,
     make_phase,
     make_problems,
     make_queues,
-    running,
-    wait_for,
 )
 from tlt.base.records import DrafterReport
-from tlt.base.types import Rollout
-from tlt.drafter.training.buffer import TrajectoryBuffer
-from tlt.drafter.training.losses import PRESETS
-from tlt.drafter.training.spot import SpotTrainer
-from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
 
@@ -46,42 +30,6 @@ def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch
     assert events == ["generate p1", "generate p2", "generate p3", "train", "train", "train"]
     assert [rollout.problem_id for rollout in rollouts] == ["p1", "p2", "p3"]
     assert report.num_micro_steps == 3, "and goes on until the last response of all"
-
-
-def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
-    """Replica 0 generates until both others train; replica 2 falls idle only when replica 1 trains
-    already."""
-    queues = make_queues(3)
-    trains = [threading.Event() for _ in range(3)]
-    before_step = [
-        lambda: (wait_for(trains[1]), wait_for(trains[2])),
-        lambda: None,
-        lambda: wait_for(trains[1]),
-    ]
-    took = threading.Barrier(3)
-
-    def replica(index: int) -> Callable[[], tuple[list[Rollout], float, DrafterReport]]:
-        started = iter([True])
-
-        def before() -> None:
-            if next(started, False):
-                took.wait(PATIENCE)  # every replica holds a unit
-                before_step[index]()
-
-        events: list[str] = []
-        phase = make_phase(OneTokenEngine(before, events), queues[index])
-        return lambda: generate(phase, make_problems(3), ScriptedSpot(trains[index].set, events))
-
-    with running(*(replica(index) for index in range(3))) as results:
-        pass
-    assert sorted(rollout.problem_id for rollouts, _, _ in results for rollout in rollouts) == [
-        "p0",
-        "p1",
-        "p2",
-    ]
-    assert all(report.num_micro_steps >= 1 for _, _, report in results[1:])
-    assert trains[1].is_set()
-    assert trains[2].is_set()
 
 
 class LateWork:
@@ -125,37 +73,6 @@ def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
     _, _, report = generate(make_phase(OneTokenEngine(events=events), queue), make_problems(2), spot)
     assert events == ["generate p0", "train", "train", "generate p1", "train", "train"]
     assert report.num_micro_steps == 4
-
-
-def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_as_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another replica finishes the last response when this one has waited three times."""
-    engine, _ = make_engine()
-    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
-    spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, max_passes=2.0)
-    spot.add(
-        Rollout("before", 0, (3, 4), (5,) * 60, (0.0,) * 60, "stop", 0), torch.randn(61, CONFIG.hidden_size)
-    )
-    idle, busy = make_queues(2)
-    busy.begin("rollout", 2)
-    held, waits, sleep = busy.take(1), [], time.sleep
-
-    def wait() -> None:
-        waits.append(trainer.num_tokens)
-        sleep(0.02)
-        if len(waits) == 3:
-            busy.finish(held[0])
-
-    monkeypatch.setattr(idle, "rest", wait)
-    phase = make_phase(OneTokenEngine(), idle)
-    phase.should_stop = lambda: trainer.num_tokens > 10**4
-    start = time.perf_counter()
-    _, _, report = generate(phase, make_problems(2), spot)
-    assert waits == [report.num_tokens] * 3
-    assert 0 < report.num_tokens <= 120
-    assert report.is_limited
-    assert report.seconds < time.perf_counter() - start - 3 * 0.02
 
 
 def test_replicas_on_hosts_whose_clocks_count_from_other_starts_are_compared_on_one() -> None:

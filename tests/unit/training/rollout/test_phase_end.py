@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.training.rollout.phase_parts import (
     PARAMS,
-    Scorers,
     make_engine,
     make_model,
     make_phase,
@@ -17,7 +16,7 @@ from tests.unit.training.rollout.phase_parts import (
     make_queues,
     make_training,
 )
-from tlt.base.types import ResponseId, Reward, Rollout
+from tlt.base.types import Rollout
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
@@ -83,21 +82,6 @@ def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
     assert [len(t.token_ids) for t in buffer.trajectories] == [12]
 
 
-def test_scores_are_waited_for_less_long_than_other_ranks_wait_for_this_one() -> None:
-    patience: list[float] = []
-
-    class Patient(Scorers):
-        def drain(self, patience_seconds: float) -> dict[ResponseId, Reward]:
-            patience.append(patience_seconds)
-            return super().drain(patience_seconds)
-
-    engine, _ = make_engine()
-    phase = make_phase(engine, make_queues(1)[0], Patient())
-    phase.world = replace(phase.world, timeout_seconds=200.0)
-    phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
-    assert patience == [0.9 * 200.0]
-
-
 def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:
     engine, learned = make_engine()
     (queue,) = make_queues(1)
@@ -111,22 +95,3 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     )
     assert caches == ([], [], [], [])
     assert learned.memory.history.ring_SCF.nbytes == 0
-
-
-def test_features_are_read_out_only_where_they_are_trained_on() -> None:
-    reads = []
-    for is_trained in (True, False):
-        engine, learned = make_engine()
-        read = learned.memory.history.read
-        num_reads: list[int] = []
-        learned.memory.history.read = lambda s, f, t, read=read, n=num_reads: (
-            (f == [0] and n.append(1)) or read(s, f, t)
-        )
-        trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
-        spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48)
-        (queue,) = make_queues(1)
-        drafter = make_training(spot, learned, engine.model)
-        drafter.spot = spot if is_trained else None
-        make_phase(engine, queue).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
-        reads.append(len(num_reads))
-    assert reads[0] >= reads[1] + 2

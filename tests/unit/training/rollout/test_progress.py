@@ -33,12 +33,6 @@ def test_the_leader_hears_what_all_replicas_tell_until_the_phase_ends() -> None:
     assert last is None
 
 
-def test_a_replica_that_has_told_nothing_yet_is_left_out() -> None:
-    queue, _ = make_queues(2)
-    queue.begin("rollout 0", 4)
-    assert queue.life.told() == []
-
-
 @pytest.mark.parametrize(
     ("use", "num_received", "doing", "longest"),
     [

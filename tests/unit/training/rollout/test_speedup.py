@@ -76,32 +76,6 @@ def test_what_is_measured_leaves_no_trace() -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_an_interrupted_measurement_leaves_the_engine_as_it_was() -> None:
-    engine = adaptive_engine()
-    drafter, tuner = engine.drafter, engine.tuner
-
-    def interrupt() -> None:
-        with engine.without_side_effects(drafts=False):
-            engine.add(REQUESTS)
-            engine.step()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    assert engine.is_idle
-    assert (engine.drafter, engine.tuner) == (drafter, tuner)
-
-
-def test_requests_have_noise_of_their_own_and_go_round_the_problems_step_by_step() -> None:
-    first, second = (pair_requests(make_problems(5), PARAMS, step, 3, 16) for step in (0, 1))
-    assert [one.problem_id for one in (*first, *second)] == ["p0", "p1", "p2", "p3", "p4", "p0"]
-    assert {one.params.max_tokens for one in first} == {16}
-    many = pair_requests(make_problems(2), PARAMS, 0, 8, 10**6)
-    assert len({one.noise_key for one in many}) == 8
-    assert not {one.noise_key for one in many} & {one.noise_key for one in OWN}
-    assert many[0].params.max_tokens == PARAMS.max_tokens
-
-
 def test_a_hundredth_of_the_seconds_is_spent_at_most() -> None:
     """A response gains 4 tokens in 0.02 s, and without drafts as many in the speedup times that."""
     stats = EngineStats()

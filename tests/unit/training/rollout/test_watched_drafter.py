@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
-from tests.unit.drafter.parts import POLICY, TARGET
+from tests.unit.drafter.parts import POLICY
 from tests.unit.drafter.watched_parts import Parts, make_rollouts
 from tlt.base.records import DrafterCheck
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
-from tlt.drafter import measure
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.forms import new_model
-from tlt.drafter.measure import Tally
 from tlt.drafter.shape import drafter_shape
 from tlt.models.hf.weights import content_hash
 from tlt.speculation.tuner.tuner import Fixed
@@ -112,24 +110,6 @@ def test_ranks_that_hold_different_drafters_are_an_error(check_every: int, steps
         parts.step(steps_before)
 
 
-def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_starts_anew() -> None:
-    parts = Parts(max_passes=1.0)
-    parts.spot.buffer.add(make_rollouts()[0])
-    report = parts.training.train(lambda: parts.trainer.num_tokens > 1000)
-    parts.training.train(lambda: True)
-    check = parts.training.check(make_rollouts(), report.num_tokens, 1.0)
-    assert check.training == "trained; limit of passes reached"
-    parts.spot.end_step(make_rollouts(), 1.0)
-    assert parts.step(micro_steps=4).training == "trained"
-    alone = parts.training.ranks
-    parts.join(RankState("", 0, True))
-    assert parts.step(micro_steps=4).training == "trained; limit of passes reached"
-    parts.training.ranks = alone
-    assert parts.training.train(lambda: False).is_limited
-    parts.training.abandon()
-    assert parts.step(micro_steps=4).training == "trained"
-
-
 def is_measured(check: DrafterCheck) -> bool:
     assert math.isnan(check.acceptance) == math.isnan(check.retrieval)
     return not math.isnan(check.acceptance)
@@ -154,34 +134,6 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
     again.training.restore(parts.training.counters(), parts.training.own_counters())
     assert again.training.counters() == parts.training.counters()
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
-
-
-def test_where_no_rank_has_trained_nothing_is_read_between_measurements() -> None:
-    parts = Parts(check_every=3)
-    calls = listen(parts)
-    checks = [parts.step(seed, micro_steps=0) for seed in range(4)]
-    assert [is_measured(check) for check in checks] == [True, False, False, True]
-    assert calls == ["RankState", "Tally", "RankState", "RankState", "RankState", "Tally"]
-    assert [check.training for check in checks] == ["no idle time"] * 4
-
-
-def test_a_rank_that_has_not_trained_is_checked_if_another_has() -> None:
-    parts = parts_after(3, 1)
-    foreign = Parts().measure(make_rollouts(), 1.0, is_due=False)
-    parts.join(RankState("", 0, False, num_tokens=7), foreign)
-    with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
-        parts.step(1, micro_steps=0)
-
-
-def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> None:
-    """The ranks decide by it what their idle time is worth, and all must decide alike."""
-    parts = Parts()
-
-    def gather(value: Any) -> list[Any]:
-        return [value, replace(value, publish_seconds=77.0) if isinstance(value, Tally) else value]
-
-    parts.training.ranks = replace(parts.training.ranks, gather=gather)
-    assert parts.step(0).publish_seconds == 77.0
 
 
 def poison(parts: Parts, where: str) -> None:
@@ -247,47 +199,6 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
             engine.drafter.learned.load({name: tensor * math.nan for name, tensor in tensors.items()}, 1)
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
     assert texts[0] == texts[1]
-
-
-def tensors_of(value: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, item in vars(value).items():
-        for index, part in enumerate(item if isinstance(item, list) else [item]):
-            if isinstance(part, Tensor):
-                found[f"{name}.{index}"] = part
-            elif type(part).__name__.startswith("Packed"):
-                found |= {f"{name}.{index}.{key}": tensor for key, tensor in tensors_of(part).items()}
-    return {key: tensor for key, tensor in found.items() if tensor.layout == torch.strided}
-
-
-def test_training_publishing_measuring_and_undoing_leave_the_target_alone() -> None:
-    parts = Parts()
-    before = content_hash(tensors_of(TARGET)), content_hash(POLICY.state_dict())
-    assert len(tensors_of(TARGET)) > 10
-    parts.step(0)
-    poison(parts, "weights")
-    parts.step(1)
-    assert (content_hash(tensors_of(TARGET)), content_hash(POLICY.state_dict())) == before
-    assert not any(tensor.requires_grad for tensor in tensors_of(TARGET).values())
-    assert not any("embed" in name or "head" in name for name in parts.model.state_dict())
-
-
-def test_each_rank_measures_another_sample_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, draw = list[tuple[int, ...]](), measure.draw_counts
-
-    def watched(*given: Any) -> dict[int, int]:
-        counts = draw(*given)
-        drawn.append((*counts,))
-        return counts
-
-    monkeypatch.setattr(measure, "draw_counts", watched)
-    rollouts = make_rollouts(12)
-    for rank in range(3):
-        training = Parts().training
-        training.ranks = replace(training.ranks, rank=rank)
-        for _ in range(3):
-            training.check(rollouts, 0, 1.0)
-    assert len({*drawn}) == len(drawn) == 9
 
 
 def test_what_is_undone_leaves_no_gradient_to_the_next_training() -> None:

@@ -12,10 +12,8 @@ from torch.distributed import HashStore, Store, TCPStore
 from tlt.training.rollout.ahead_queue import AheadQueue
 from tlt.training.rollout.work_queue import (
     CROWD_SECONDS,
-    HELP_SECONDS,
     MAX_POLL_SECONDS,
     POLL_SECONDS,
-    RACE_SECONDS,
     ReplicaTimeout,
     WorkQueue,
     connect_work_queue,
@@ -130,27 +128,6 @@ def test_an_offer_of_help_is_accepted_by_one_replica_only() -> None:
     assert first.accept_help() is None, "both offers are gone"
 
 
-def test_offers_are_asked_for_now_and_then_and_made_again_where_another_took_what_was_handed_over() -> None:
-    clock = Clock()
-    busy, first, second = make_replicas(3, 0, clock)
-    assert busy.num_offers() == 0
-    first.offer_help()
-    assert busy.num_offers() == 0, "it has just asked"
-    clock.sleep(2 * HELP_SECONDS)
-    assert busy.num_offers() == 1
-    unit = busy.accept_help()
-    assert unit is not None
-    busy.hand_over(unit, [b"a", b""])
-    assert second.take(1) == [unit]
-    assert second.receive(unit) == [b"a", b""]
-    clock.sleep(2 * HELP_SECONDS)
-    assert busy.num_offers() == 0
-    first.offer_help()
-    second.offer_help()
-    clock.sleep(2 * HELP_SECONDS)
-    assert busy.num_offers() == 2
-
-
 def test_bytes_are_handed_over_through_a_server_as_they_are() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     busy, idle = (connect_work_queue(server, replica, 2, timeout=60.0) for replica in range(2))
@@ -207,27 +184,6 @@ class Interfering:
         return getattr(self.store, name)
 
 
-def test_a_take_that_another_comes_before_takes_other_units_and_waits_for_nobody() -> None:
-    clock = Clock()
-    first, second = make_replicas(2, 8, clock)
-    got: list[int] = []
-    first.store = Interfering(first.store, lambda: got.extend(second.take(2)), "next")
-    assert first.take(2) == [2, 3]
-    assert got == [0, 1]
-    assert clock.now == 0.0
-
-
-def test_who_is_given_units_beyond_the_last_has_none_and_those_added_then_are_nobody_s_yet() -> None:
-    first, second = make_replicas(2, 1)
-    got: list[int] = []
-    first.store = Interfering(first.store, lambda: got.extend(second.take(1)), "next")
-    assert first.take(1) == []
-    assert got == [0]
-    assert list(second.add_units(2)) == [1, 2]
-    assert first.has_work()
-    assert first.take(1) + second.take(1) == [1, 2]
-
-
 def test_a_take_of_added_units_that_loses_a_race_takes_others() -> None:
     first, second = make_replicas(2, 0)
     first.add_units(8)
@@ -240,29 +196,6 @@ def test_a_take_of_added_units_that_loses_a_race_takes_others() -> None:
     first.store = Interfering(store, lambda: second.add_units(4))
     assert first.take(1) == [4]
     assert [unit for _ in range(12) for unit in second.take(1)] == [5, 6, 7, 8, 9, 10, 11]
-
-
-def test_a_crowd_takes_its_first_units_without_a_pause_or_a_second_try() -> None:
-    clock = Clock()
-    replicas = make_replicas(256, 1024, clock)
-    stores = [Counting(replica.store) for replica in replicas]
-    for replica, store in zip(replicas, stores, strict=True):
-        replica.store = store
-    taken = [replica.take(8) for replica in replicas]
-    assert sorted(unit for units in taken for unit in units) == list(range(sum(map(len, taken))))
-    assert all(taken)
-    assert clock.now == 0.0
-    assert {store.num_asked for store in stores} == {2}
-
-
-def test_equal_wishes_of_two_replicas_are_told_apart() -> None:
-    """The winner's value must not look like the loser's own: both want to move the queue from 0 to 1."""
-    first, second = make_replicas(2, 0)
-    first.add_units(2)
-    second.has_work()
-    got: list[int] = []
-    first.store = Interfering(first.store, lambda: got.extend(second.take(1)))
-    assert sorted(first.take(1) + got) == [0, 1]
 
 
 def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() -> None:
@@ -333,65 +266,6 @@ def test_who_waits_asks_less_and_less_often_up_to_a_bound_and_anew_when_somethin
     assert idle.all_done()
 
 
-def test_in_a_crowd_that_trains_between_questions_not_every_one_is_asked() -> None:
-    """Of few replicas each asks after every micro-step, as it is to be back within one."""
-    for num_replicas, num_looks in ((2, 100), (64, 1)):
-        clock = Clock()
-        busy, idle, *_ = make_replicas(num_replicas, 1, clock)
-        busy.take(1)
-        store = Counting(idle.store)
-        idle.store = store
-        assert not any(idle.has_news() for _ in range(100))
-        assert store.num_asked == 2 * num_looks + 1, "that no unit of the phase's own is left is asked once"
-
-
-def test_help_is_offered_once_while_nothing_changes_and_again_after_that() -> None:
-    clock = Clock()
-    busy, first, second = make_replicas(3, 1, clock)
-    (unit,) = busy.take(1)
-    for replica in (first, second):
-        assert not replica.has_news(offers_help=True)
-    clock.sleep(1.0)
-    assert busy.num_offers() == 2
-    for _ in range(2):
-        assert busy.accept_help() is not None
-    assert {*second.take(1), *second.take(1)} == {1, 2}
-    clock.sleep(1.0)
-    assert busy.num_offers() == 0
-    assert not first.has_news(offers_help=True)
-    clock.sleep(1.0)
-    assert busy.num_offers() == 1
-    busy.finish(unit)
-
-
-def test_a_silent_replica_is_named_in_a_crowd_too_where_each_is_looked_at_in_its_turn() -> None:
-    clock = Clock()
-    store = HashStore()
-    replicas = [WorkQueue(store, replica, 64, 30.0, clock, clock.sleep) for replica in range(64)]
-    for replica in replicas:
-        replica.begin("rollout 0", 64)
-    replicas[63].take(1)
-
-    def wait() -> None:
-        while not replicas[0].all_done():
-            clock.now += 1.0
-            for replica in replicas[1:63]:
-                replica.heartbeat()
-
-    with pytest.raises(ReplicaTimeout, match="replica 0 waits for replica 63, which holds 1 unit"):
-        wait()
-    assert 30.0 < clock.now <= 36.0
-
-
-def test_who_loses_a_race_lets_others_go_first() -> None:
-    clock = Clock()
-    first, second = make_replicas(2, 0, clock)
-    first.add_units(8)
-    first.store = Interfering(first.store, lambda: second.take(2))
-    first.take(1)
-    assert 0 < clock.now <= 2 * RACE_SECONDS
-
-
 def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
     store = HashStore()
     replicas = [WorkQueue(store, r, 2, 60.0) for r in range(2)]
@@ -420,14 +294,6 @@ def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
     for phase in range(20, 23):
         replicas[0].begin(f"rollout {phase}", 0)
     assert replicas[1].all_done()
-
-
-def test_replicas_that_disagree_about_a_phase_are_told_so() -> None:
-    store = HashStore()
-    first, second = (WorkQueue(store, r, 2, 60.0) for r in range(2))
-    first.begin("rollout 0", 5)
-    with pytest.raises(AssertionError, match="5 units"):
-        second.begin("rollout 0", 6)
 
 
 def test_a_unit_cannot_be_finished_twice_nor_by_another_nor_forgotten() -> None:

@@ -232,12 +232,6 @@ def test_a_key_of_its_own_overrides_the_presets_choice_and_nothing_else() -> Non
     assert replace(same.resolve(100), name="gspo") == plain
 
 
-def test_dapo_penalizes_the_last_fifth_and_a_key_says_otherwise() -> None:
-    assert AlgorithmSection(name="dapo").resolve(20480).overlong_buffer_tokens == 4096
-    assert AlgorithmSection(name="dapo", overlong_buffer_tokens=0).resolve(100).overlong_buffer_tokens == 0
-    assert AlgorithmSection(overlong_buffer_tokens=7).resolve(100).overlong_buffer_tokens == 7
-
-
 def test_k1_in_the_loss_is_refused_and_so_is_a_correction_of_the_reward() -> None:
     with pytest.raises(ValidationError, match="kl_bias_correction is for a KL in the loss"):
         AlgorithmSection(name="rloo", kl_bias_correction=True)

@@ -18,7 +18,6 @@ from tlt.training.update.algorithms import (
     group_advantages,
     kl_estimate,
     loss_divisor,
-    overlong_penalty,
     whitened_advantages,
 )
 from tlt.training.update.gradients import Sharded
@@ -65,16 +64,6 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded() -> N
         assert group_advantages(rewards, torch.zeros(3, dtype=torch.long), kind).tolist() == [0, 0, 0]
     returns = [tensor(0.1, 0.1), tensor(0.1)]
     assert torch.cat(whitened_advantages(returns)).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_response_alone_has_nothing_to_be_compared_with_and_no_advantage(kind: Any) -> None:
-    assert group_advantages(tensor(1, 9, 0), torch.tensor([0, 1, 0]), kind)[1] == 0
-
-
-def test_the_overlong_penalty_grows_from_nothing_to_one_within_its_buffer() -> None:
-    assert [overlong_penalty(n, 20, 5) for n in (1, 15, 16, 19, 20)] == pytest.approx([0, 0, 0.2, 0.8, 1])
-    assert overlong_penalty(20, 20, 0) == 0
 
 
 # ── estimators ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -102,18 +101,6 @@ def test_a_prompt_counts_once_for_all_responses_of_a_micro_batch(
         assert num_tokens <= budget or len(mine) == 1 or not any(r.num_own for r in mine[1:])
 
 
-def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_they_are_not() -> None:
-    def ranks(responses: list[Experience]) -> list[Counter[str]]:
-        shares = (plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2))
-        return [Counter(r.rollout.problem_id for batch in share for r in batch.responses) for share in shares]
-
-    own = [3, 5, 7, 9, 11, 13, 15, 23]
-    groups = [of_one_prompt(i, 45, own) for i in range(4)]
-    assert ranks([r for group in groups for r in group]) == [{"p0": 8, "p2": 8}, {"p1": 8, "p3": 8}]
-    assert ranks(groups[0]) == [{"p0": 4}, {"p0": 4}]
-    assert ranks([*groups[0], *of_one_prompt(1, 45, own, needs_grad=False)])[1].total() >= 8
-
-
 def test_a_tokens_products_are_those_of_a_layers_matrices_and_attention_is_paid_by_the_square() -> None:
     layer = Transformer(CONFIG).model.layers[0]
     num_weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
@@ -121,11 +108,6 @@ def test_a_tokens_products_are_those_of_a_layers_matrices_and_attention_is_paid_
     for length in (1, 7, 300):
         expected = length + length**2 * (2 + 5) * scores / (num_weights * (1 + 2))
         assert sequence_cost(length, CONFIG) == pytest.approx(expected)
-
-
-def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
-    assert families_of(of_one_prompt(0, 4, [64, 65, 10, 66])) == [[0, 2], [1], [3]]
-    assert families_of([*of_one_prompt(0, 4, [9]), *of_one_prompt(0, 4, [9], needs_grad=False)]) == [[0], [1]]
 
 
 def response(number: int, length: int, needs_grad: bool, weight: float) -> Experience:

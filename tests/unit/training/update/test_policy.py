@@ -290,36 +290,6 @@ def test_no_gradient_is_held_between_updates() -> None:
     assert all(p.grad is None for p in parameters)
 
 
-@pytest.mark.parametrize("epochs", [2, 3])
-def test_the_kl_of_a_step_whose_reward_counts_it_is_that_of_one_epoch(epochs: int) -> None:
-    """It is taken once, before the first epoch."""
-    settings_ = {"name": "rloo", "kl_coefficient": 0.1}
-    once, several = (
-        run([make_batch()], make_model(7), epochs=number, **settings_)[1][0].kl for number in (1, epochs)
-    )
-    assert several == pytest.approx(once, rel=1e-12)
-    assert once > 0
-
-
-def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() -> None:
-    """Their gradient is exactly zero; leaving them out of the token count would change the loss."""
-    calls = []
-    original = policy.response_logprobs
-
-    def spy(
-        model: Transformer, batch: Sequence[policy.Experience], temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        result = original(model, batch, temperature)
-        calls.append((result[0].requires_grad, {r.rollout.problem_id for r in batch}))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "response_logprobs", spy)
-        run([make_batch()])
-    assert all(("p1" in problems) != needs_grad for needs_grad, problems in calls)
-    assert any(not needs_grad for needs_grad, _ in calls)
-
-
 def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same gradient and token count; entropy and gap are those of the others, and of the sampled ones
     weighted by tokens."""
@@ -410,14 +380,6 @@ def test_an_optimizer_step_whose_minibatch_has_no_score_is_left_out_alone() -> N
     assert torch.isfinite(weights).all()
 
 
-def test_a_batch_without_any_advantage_still_reports() -> None:
-    rollouts, _ = make_batch()
-    weights, metrics = run([(rollouts, [Reward(0.5, False)] * len(rollouts))])
-    assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].zero_variance_groups) == (0, 0, 5)
-    assert metrics[0].entropy > 0
-    assert torch.isfinite(weights).all()
-
-
 def test_a_resumed_trainer_goes_on_to_the_same_bits() -> None:
     straight, _ = run([make_batch(step) for step in range(3)])
     model = make_model()
@@ -433,14 +395,6 @@ def test_a_resumed_trainer_goes_on_to_the_same_bits() -> None:
     assert resumed.next_step == 2
     resumed.update(*make_batch(2), resumed.next_step)
     assert torch.equal(flat(resumed_model), straight)
-
-
-def test_the_last_step_of_a_linear_schedule_moves_nothing() -> None:
-    model = make_model()
-    trainer = make_trainer(model, OptimizerSection(learning_rate=1.0, schedule="linear", eps=1e-3))
-    before = flat(model)
-    assert trainer.update(*make_batch(), step=10).lr == 0.0  # the end of the schedule
-    assert torch.equal(before, flat(model))
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────
