@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +16,13 @@ from huggingface_hub import constants
 from tests.standin import serve_hub
 from tests.unit.base.io.test_hub import point_at
 from tlt.apps.cli.train import resolve_config
-from tlt.apps.run.start import describe_update, launch_ranks, preflight, prepare
-from tlt.base.clock import Moment
+from tlt.apps.run.start import preflight, prepare
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import UserError
 from tlt.models.hf.tokenizer import Tokenizer
 from tlt.training.build.problems import load_problems
-from tlt.training.launch.signals import say
-from tlt.training.products import next_commands, write_evaluation
-from tlt.training.report.console import Console
+from tlt.training.products import next_commands
 from tlt.training.saved.run_folder import FolderLock
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
@@ -101,20 +96,6 @@ def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle
     assert ("as many as the cores allow" in ranks) == ("cpu" in given)
 
 
-def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:
-    sharded = [
-        "--parallel.policy",
-        "fsdp",
-        "--parallel.param_dtype",
-        "bfloat16",
-        "--parallel.checkpoint_activations",
-        "true",
-    ]
-    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), *sharded])
-    said = "policy sharded (FSDP2) (parallel.policy is fsdp), computed in bfloat16, activations checkpointed"
-    assert describe_update(config) == said
-
-
 def test_responses_that_the_window_would_cut_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
     config, window = make_config(tmp_path), 4096
     problems = [*load_problems(config, "train"), *load_problems(config, "test")]
@@ -126,21 +107,6 @@ def test_responses_that_the_window_would_cut_are_refused_before_any_rank_starts(
             pytest.raises(UserError, match=rf"^sampling\.max_tokens: {told}") if is_refused else nullcontext()
         ):
             preflight(longer)
-
-
-def test_a_type_for_a_sharded_update_is_refused_where_the_policy_is_replicated(tmp_path: Path) -> None:
-    config = load_config(
-        RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "bfloat16"]
-    )
-    with pytest.raises(
-        UserError, match=r"parallel\.param_dtype: bfloat16 .* \(ranks on CPUs\); give --parallel\.policy fsdp"
-    ):
-        prepare(config)
-    prepare(
-        load_config(
-            RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "float32"]
-        )
-    )
 
 
 def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay_with_their_commits(
@@ -192,36 +158,6 @@ def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_
     assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]
 
 
-def test_the_next_commands_ask_in_chat_where_the_run_did(tmp_path: Path) -> None:
-    words = [
-        "--task.chat",
-        "true",
-        "--task.system_prompt",
-        "Be brief.",
-        "--model.chat_template_kwargs.enable_thinking",
-        "false",
-    ]
-    _, generate = next_commands(
-        load_config(RECIPE / "quickstart.toml", words), {"policy": Path("run/policy")}
-    )
-    said = shlex.split(generate)
-    assert said[said.index("--chat") + 1] == "true"
-    assert said[said.index("--system-prompt") + 1] == "Be brief."
-    assert json.loads(said[said.index("--chat-template-kwargs") + 1]) == {"enable_thinking": False}
-
-
-def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_from(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text("{}\n")
-    words = ["--evaluation.data", str(tmp_path / "test.jsonl"), "--evaluation.columns", '{prompt = "a b"}']
-    config = load_config(RECIPE / "quickstart.toml", words)
-    task, _ = next_commands(config, {"policy": Path("run/policy")})
-    expected = ["--data", str(tmp_path / "test.jsonl"), "--columns", '{"prompt": "a b"}']
-    assert shlex.split(task) == [
-        *["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl"],
-        *expected,
-    ]
-
-
 @pytest.mark.parametrize("has_template", [True, False])
 def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
     has_template: bool,
@@ -235,24 +171,3 @@ def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
         "12 prompts are text and go to the model as they are, though it has a chat template; task.chat = true"
     )
     assert (said in " ".join(capsys.readouterr().out.split())) == has_template
-
-
-def test_what_the_launcher_says_stands_in_the_log_of_the_run_which_the_summary_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def launch(*given: object, **named: object) -> int:
-        say("a rank died")
-        print("a library talks", file=sys.stderr)
-        return 7
-
-    monkeypatch.setattr("tlt.apps.run.start.launch", launch)
-    assert launch_ranks(make_config(tmp_path), Moment.now()) == 7
-    assert capsys.readouterr().err == "tlt: a rank died\na library talks\n"
-    assert (tmp_path / "console.log").read_text() == "  starting 2 ranks …\ntlt: a rank died\n"
-    screen = io.StringIO()
-    evaluated = SimpleNamespace(by_problem={"a": 1.0}, reward_by_problem={"a": 1.0})
-    files = SimpleNamespace(responses=None, evaluations=SimpleNamespace(all=[evaluated]))
-    console = Console(stream=screen, environ={})
-    run = SimpleNamespace(out_dir=tmp_path, files=files, seconds=1.0, console=console)
-    write_evaluation(run)  # type: ignore[arg-type]  # the parts of a run that it reads
-    assert "console.log" in screen.getvalue()

@@ -15,13 +15,8 @@ import pytest
 
 from tests.unit.apps.cli.parts import fail
 from tlt.apps.cli import main as cli
-from tlt.apps.cli.audit import AuditEngine
 from tlt.apps.cli.commands import COMMANDS
-from tlt.apps.cli.generate import Generate
-from tlt.apps.cli.options import parse_options
-from tlt.apps.cli.train import Train
 from tlt.base.config.schema import Config
-from tlt.base.speculation import parse_speculation
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
@@ -105,16 +100,6 @@ def test_a_mistake_in_the_arguments_is_one_line(typed: str, capsys: pytest.Captu
     assert fail(capsys, *words) == MISTAKES[typed]
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("option", ["--stop", "--columns", "--chat-template-kwargs"])
-def test_json_that_is_nested_without_end_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    opening = "[" if option == "--stop" else '{"a":'
-    message = fail(capsys, *GENERATE, option, 3000 * opening)
-    assert message.startswith(f"{option}: is '{opening}")
-    assert "it is nested too deeply" in message
-    assert len(message) < 250
-
-
 USAGE_ERRORS = (
     "train",
     "train countdown --foo 1",
@@ -151,31 +136,6 @@ def test_a_usage_error_loads_neither_torch_nor_numpy(here: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tlt: error: ") == len(USAGE_ERRORS)
-
-
-def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
-    typed = "--run.seed 3 run.toml '--task.options.a=b c' --resume dir --optimizer.learning_rate -1"
-    options = parse_options("train", Train, shlex.split(typed))
-    assert (options.config, options.resume) == (Path("run.toml"), Path("dir"))
-    assert options.overrides == ("--run.seed=3", "--task.options.a=b c", "--optimizer.learning_rate=-1")
-
-
-def test_a_command_keeps_a_default_of_its_own() -> None:
-    options = parse_options(
-        "audit engine",
-        AuditEngine,
-        ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"],
-    )
-    assert (options.temperature, options.max_tokens, options.samples) == (0.0, 512, 8)
-    assert options.speculation == tuple(map(parse_speculation, ("off", "4x1x4")))
-    assert options == AuditEngine.model_validate(options.model_dump())
-
-
-def test_an_option_is_written_with_dashes_or_underscores_and_unset_by_none() -> None:
-    options = parse_options(
-        "generate", Generate, [*GENERATE[1:], "--max_tokens=3", "--max-batch-size", "2", "--drafter", "none"]
-    )
-    assert (options.max_tokens, options.max_batch_size, options.drafter) == (3, 2, None)
 
 
 # ── errors and interrupts ───────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 
-from tests.unit.apps.cli.parts import fail
 from tlt.apps.cli import main as cli
 from tlt.apps.cli.doctor import report, summarize
 from tlt.base.io.machine import Facts, Finding, Gpu
@@ -79,20 +77,3 @@ def test_what_is_broken_is_the_headline_and_exit_code_1() -> None:
     assert summary.rows["broken"]["triton"] == "not installed\npip install triton"
     assert summary.rows["missing"] == {"ray": "run.launcher ray\npip install ray"}
     assert report(FACTS, found[:1], "countdown").exit_code == 0
-
-
-@pytest.mark.usefixtures("here")
-def test_a_configuration_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fail(capsys, "doctor", "no.toml") == "no.toml: no such file; give the path of a TOML configuration"
-
-
-def test_the_network_is_asked_only_where_it_is_wanted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert cli.main(["doctor", "--network"]) == 1
-    record = json.loads(capsys.readouterr().out)
-    assert record["broken"] == ["network"]
-    assert "Connection refused" in summarize(record).rows["broken"]["network"]
-    ended = report(FACTS, [Finding("network", "ok", "it answers")], "countdown")
-    assert summarize(ended.record).rows["network"] == "it answers"

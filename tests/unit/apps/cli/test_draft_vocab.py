@@ -53,21 +53,6 @@ def test_what_is_no_draft_vocabulary_is_refused_in_one_line(
     assert told in refuse(capsys, model, "--draft-vocab", given)
 
 
-def test_a_draft_vocabulary_as_large_as_the_models_is_refused(
-    model: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ("--speculation", "4x1x4", "--drafter", str(drafter), "--draft-vocab", str(VOCAB))
-    expected = f"draft vocabulary: {VOCAB} must be less than the model's vocabulary, {VOCAB}"
-    assert expected in refuse(capsys, model, *given)
-    words = "--responses responses.jsonl --out x --draft-vocab 99"
-    told = fail(capsys, "drafter", "train", str(model), *words.split())
-    assert "99 must be less than the model's vocabulary" in told
-    with pytest.raises(UserError, match="vocabulary: it must be auto, full, or a number of 2 or more"):
-        tlt.Engine.from_pretrained(model, drafter=drafter, vocabulary=1)
-    with pytest.raises(UserError, match="drafter: vocabluary is unknown; did you mean vocabulary"):
-        tlt.Engine.from_pretrained(model, drafter=drafter, vocabluary=9)
-
-
 def test_vllm_is_asked_for_no_number(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = "9 is for TLT's own engine; leave it out, or give engine tlt"
     assert f"--draft-vocab: {told}" in refuse(capsys, model, "--engine", "vllm", "--draft-vocab", "9")

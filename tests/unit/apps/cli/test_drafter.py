@@ -36,13 +36,6 @@ def test_drafter_train_refuses_bad_responses(
 
 
 @pytest.mark.usefixtures("here")
-def test_drafter_train_does_not_overwrite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("drafter").mkdir()
-    message = fail(capsys, "drafter", "train", str(model), "--responses", "r.jsonl", "--out", "drafter")
-    assert message == "--out: drafter exists; give the name of a new folder"
-
-
-@pytest.mark.usefixtures("here")
 def test_a_trained_drafter_drafts_and_changes_no_token(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,27 +69,6 @@ def test_a_drafter_trained_from_prompts_is_the_one_trained_from_their_responses(
     assert summary["responses"] == 8
     one, other = (load_file(Path(name) / "model.safetensors") for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("arguments", [(), ("--responses", "r.jsonl", "--prompts", "p.jsonl")])
-def test_a_drafter_is_trained_on_responses_or_on_answers_to_prompts(
-    arguments: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = fail(capsys, "drafter", "train", str(model), "--out", "drafter", *arguments)
-    assert message.endswith("given; give one of them")
-
-
-def test_a_drafter_to_start_from_brings_its_preset(
-    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lines("responses.jsonl", {"prompt_ids": [2, 3], "token_ids": [4, 5, 6, 7, 1]})
-    common = ["--responses", "responses.jsonl", "--tokens-per-micro-step", "16"]
-    succeed(capsys, "drafter", "train", str(model), *common, "--out", "first", "--preset", "eagle")
-    for index, (given, expected) in enumerate([([], "eagle"), (["--preset", "hass"], "hass")]):
-        options = ("--out", str(index), "--init", "first", *given)
-        succeed(capsys, "drafter", "train", str(model), *common, *options)
-        assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected
 
 
 @pytest.mark.usefixtures("here")

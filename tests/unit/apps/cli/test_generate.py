@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +20,6 @@ from tests.unit.apps.cli.parts import (
     succeed,
     write_lines,
 )
-from tlt.apps.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.base.types import Request, Response, Rollout, SamplingParams
-from tlt.engine.own.engine import RolloutEngine
 
 USER = {"role": "user", "content": "1"}
 
@@ -96,13 +87,6 @@ def test_generate_refuses_a_bad_prompt_with_its_place(
 
 
 @pytest.mark.usefixtures("here")
-def test_generate_refuses_the_same_problem_twice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_lines("prompts.jsonl", {"problem_id": "2", "prompt": "1"}, {"prompt": "2"})
-    told = "problem_id '2' was given at prompts.jsonl:1 already; make it unique"
-    assert refuse(capsys, model) == f"prompts.jsonl:2: {told}"
-
-
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -121,41 +105,6 @@ def test_generate_refuses_options_in_one_line(
 ) -> None:
     write_lines("prompts.jsonl", {"prompt": "1"})
     assert part in refuse(capsys, model, *words.split())
-
-
-@pytest.mark.usefixtures("here")
-def test_generate_refuses_a_missing_model_and_missing_prompts(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "--prompts: prompts.jsonl does not exist" in refuse(capsys, model)
-    write_lines("prompts.jsonl", {"prompt": "1"})
-    assert refuse(capsys, Path("nowhere")).startswith("nowhere: ")
-
-
-def test_a_response_of_a_model_without_tokenizer_has_no_text() -> None:
-    rollout = Rollout("a", 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
-    assert Response.of(rollout, None).text is None
-
-
-@pytest.mark.usefixtures("here")
-def test_what_is_no_number_is_null_in_the_output(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lines("prompts.jsonl", {"prompt": "1"})
-    rollout = Rollout("1", 0, (1,), (2, 3), (math.nan, -math.inf), "length", policy_version=0)
-    monkeypatch.setattr(RolloutEngine, "generate", lambda *_: iter([rollout]))
-    generate(capsys, model)
-    assert '"logprobs": [null, null]' in Path("out.jsonl").read_text()
-
-
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with show_progress(lambda: Progress(3, 8, "responses", "40 tokens"), seconds=0.01):
-        time.sleep(0.2)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert set(captured.err.splitlines()) == {"tlt: 3 / 8 responses, 40 tokens"}
 
 
 @pytest.mark.usefixtures("here")
@@ -219,26 +168,6 @@ def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(
             assert all(record["text"].endswith(stops) for record in ended)
 
 
-def test_a_model_that_is_neither_a_folder_nor_a_name_is_refused(
-    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lines("prompts.jsonl", {"prompt": "1"})
-    assert "no/where/at/all: is no directory" in refuse(capsys, Path("./no/where/at/all"))
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_takes_seconds_is_said_on_a_terminal_alone(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    with show_busy("loading"):
-        pass
-    assert ("loading" in stream.getvalue()) == is_terminal
-
-
 @pytest.mark.usefixtures("here")
 def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(
     model: Path, capsys: pytest.CaptureFixture[str]
@@ -253,22 +182,3 @@ def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(
     for words in ([], ["--max-tokens", str(room)]):
         files = ("--prompts", "prompts.jsonl", "--out", "out.jsonl")
         assert succeed(capsys, "generate", str(model), *files, *words)["responses"] == 2
-
-
-def test_the_progress_says_speed_and_the_longest_running_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    monkeypatch.setattr("tlt.apps.cli.engine.show_progress", lambda read: nullcontext(shown.append(read)))
-    seen: list[str] = []
-
-    def generate(requests: Sequence[Request]) -> Iterator[Rollout]:
-        for request in requests:
-            seen.append(str(shown[0]()))
-            yield Rollout(request.problem_id, 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
-
-    running = [SimpleNamespace(num_tokens=num) for num in (7, 1512)]
-    stats = SimpleNamespace(num_tokens=10**6)
-    engine: Any = SimpleNamespace(generate=generate, stats=stats, running=running)
-    requests = [Request(name, 0, (1,), SamplingParams()) for name in ("a", "b")]
-    assert [one.problem_id for one in generate_in_order(engine, requests)] == ["a", "b"]
-    assert seen[1].startswith("1 / 2 responses, ")
-    assert seen[1].endswith(" tok/s, longest 1,512 tokens")

@@ -109,36 +109,6 @@ def test_policy_and_drafter_go_to_a_repository_each_with_a_card(
 NAMES = {"policy": "ada/my-run", "drafter": "ada/my-run-drafter"}
 
 
-def test_where_reward_functions_alone_score_the_test_is_of_the_reward(
-    here: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "mine.py").write_text("def f(completions, **kwargs): return [0.0 for _ in completions]\n")
-    write_run(here / "run", {"rewards.functions": "mine:f", "task.name": "data", "task.data": "a/b"}, None)
-    succeed(capsys, "hub", "push", "run")
-    text = hub.files["ada/run"]["README.md"].decode()
-    assert "| reward functions | mine:f |" in text
-    assert "| reward, held out | 0.250 → 0.750 after 12 steps; p < 0.0001, paired sign-flip test |" in text
-    assert "| solved, held out | 25.0% → 75.0% |" in text
-
-
-def test_one_of_the_two_goes_alone_and_under_a_name_of_its_own(
-    here: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(here / "run", {}, "LlamaForCausalLMEagle3")
-    succeed(
-        capsys, "hub", "push", "run", "--repo", "lab/solver", "--what", "policy", "--licence", "apache-2.0"
-    )
-    card = ModelCard(hub.files["lab/solver"]["README.md"].decode())
-    assert list(hub.repos.items()) == [("lab/solver", None)]
-    assert card.data.license == "apache-2.0"
-    assert "drafter" not in card.text
-    succeed(capsys, "hub", "push", "run", "--repo", "lab/solver", "--what", "drafter")
-    text = hub.files["lab/solver-drafter"]["README.md"].decode()
-    assert (
-        "tlt drafter export lab/solver-drafter --target lab/solver --format vllm-eagle3 --to exported" in text
-    )
-
-
 def test_a_dry_run_shows_files_and_card_without_network_or_path_of_this_machine(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

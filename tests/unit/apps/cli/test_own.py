@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import subprocess
@@ -18,7 +17,6 @@ from huggingface_hub.utils import close_session
 from tests.standin import serve_hub
 from tests.unit.apps.cli.parts import write_lines
 from tlt.apps.cli.main import main
-from tlt.apps.cli.own import to_value
 from tlt.apps.cli.train import resolve_config
 from tlt.apps.run.start import preflight
 from tlt.base.config.load import load_config
@@ -128,26 +126,6 @@ def test_the_reward_that_is_written_pays_the_right_answer_alone() -> None:
         says("x", " . ")
 
 
-@pytest.mark.parametrize("spoilt", ["return [0.0 for _ in completions]", "return [1.0 for _ in completions]"])
-def test_the_test_of_a_reward_prints_a_right_and_a_wrong_response_of_each_row_and_fails_where_it_is_constant(
-    spoilt: str,
-) -> None:
-    begin(CHOICES)
-    told = run_test()
-    assert "row 1: 1 for 'Answer: A', 0 for 'Answer: B'" in told
-    assert "row 2: 1 for 'Answer: B', 0 for 'Answer: A'" in told
-    assert "passed on 5 rows" in told
-    path = Path("mine/reward.py")
-    path.write_text(path.read_text().replace("    began =", f"    {spoilt}\n    began ="))
-    assert "AssertionError: row 1: the right one is worth no more; correct the reward, or what" in run_test()
-
-
-@pytest.mark.parametrize("answer", [["A", "B"], {"a": 1}, "", "…"])
-def test_answers_that_no_text_can_say_leave_the_reward_to_fill_in(answer: Any) -> None:
-    begin([{"question": f"Which, {n}?", "answer": answer} for n in range(16)])
-    assert "say in reward.py what a response is worth" in run_test()
-
-
 def test_the_answers_of_verls_rows_are_found() -> None:
     model = [{"ground_truth": f"City {n}", "style": "rule"} for n in range(16)]
     written = begin([{"prompt": f"The capital of {n}?", "reward_model": one} for n, one in enumerate(model)])
@@ -179,12 +157,6 @@ def test_a_function_of_ones_own_is_copied_and_tested_and_a_given_key_wins() -> N
     assert "passed on 5 rows" in run_test()
 
 
-def test_sums_are_scored_by_the_task_math_and_there_is_nothing_to_fill_in() -> None:
-    written = begin([{"question": f"{n} + 1?", "answer": n + 1} for n in range(16)])
-    assert written["task"]["name"] == "math"
-    assert sorted(path.name for path in Path("mine").iterdir()) == ["rows.jsonl", "train.toml"]
-
-
 def test_a_run_without_a_configuration_is_chosen_in_the_same_way_and_prints_the_choices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -200,30 +172,6 @@ def test_a_run_without_a_configuration_is_chosen_in_the_same_way_and_prints_the_
         resolve_config(None, words[:4], None)
     with pytest.raises(UserError, match=r"^train: no configuration given; .*--model\.path and --task\.data"):
         resolve_config(None, words[:2], None)
-
-
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        ("mine.py", "--reward: is mine.py; write FILE.py:FUNCTION"),
-        ("no.py:close", "--reward: no.py cannot be read"),
-        ("mine.py:far", "--reward: mine.py defines no far, only close"),
-    ],
-)
-def test_a_reward_that_is_not_there_is_one_line(
-    reward: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("mine.py").write_text("def close(completions):\n    return [0.5]\n")
-    write_lines("rows.jsonl", *SUMS)
-    words = ["init", "own", "mine", "--model", str(MODEL), "--data", "rows.jsonl", "--reward", reward]
-    assert main(words) == 2
-    assert told in capsys.readouterr().err
-    assert not Path("mine").exists()
-
-
-@pytest.mark.parametrize("value", [1, 1e-5, True, 'a "b"', ["x", 2], {"prompt": "my question", "a b": 1}])
-def test_values_are_written_as_toml_reads_them(value: Any) -> None:
-    assert tomllib.loads(f"x = {to_value(value)}") == {"x": json.loads(json.dumps(value))}
 
 
 def test_a_model_and_data_of_the_hub_are_looked_at_and_trained_by_name(

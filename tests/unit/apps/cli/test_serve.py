@@ -159,13 +159,6 @@ def test_without_a_drafter_nothing_is_drafted_unless_asked_for(started: list[lis
     assert json.loads(value(ngram, "--speculative-config"))["method"] == "ngram"
 
 
-def test_print_shows_the_command_and_starts_nothing(printed: Print) -> None:
-    words = printed(COUNTDOWN / "base", "--print", "--", "--dtype=bfloat16")
-    assert value(words, "--served-model-name") == "base"
-    assert words[-1] == "--dtype=bfloat16"
-    assert "--dtype" not in words
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -182,15 +175,6 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     assert sentence in fail(capsys, "serve", str(COUNTDOWN / "base"), *words)
     assert started == []
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_with_neither_a_run_nor_a_model_is_refused(
-    is_there: bool, here: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    if is_there:
-        (here / "nothing").mkdir()
-    assert fail(capsys, "serve", "nothing", "--print").startswith("nothing: holds neither a run nor a model")
 
 
 # ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,18 +196,3 @@ def test_the_vllm_on_path_of_another_environment_is_started(
     assert cli.main(["serve", str(COUNTDOWN / "base"), "--print"]) == 0
     words = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
     assert words[:3] == [str(tmp_path / "vllm"), "serve", str(COUNTDOWN / "base")]
-
-
-def test_a_command_that_starts_no_other_program_takes_no_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tlt status starts no other program" in fail(capsys, "status", "x", "--", "--port", "1")
-
-
-@pytest.mark.parametrize("more", [(), ("--speculation", "ngram:4x1x4"), ("--speculation", "adaptive")])
-def test_the_command_is_printed_without_vllm_and_says_for_where(
-    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    have(monkeypatch)
-    assert cli.main(["serve", str(COUNTDOWN / "base"), *more, "--print"]) == 0
-    told = capsys.readouterr()
-    assert shlex.split(told.out.replace("\\\n", ""))[:3] == ["vllm", "serve", str(COUNTDOWN / "base")]
-    assert told.err.startswith("tlt: no vLLM is installed here; the command is for a place with vLLM")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.apps.cli.parts import fail, succeed
 from tests.unit.training.saved.written_run import write_run
-from tlt.apps.cli import main as cli
 from tlt.apps.cli.status import summarize
 from tlt.training.saved.run_folder import FolderLock
 
@@ -47,27 +42,3 @@ def test_a_folder_without_a_run_is_one_line(here: Path, capsys: pytest.CaptureFi
     assert fail(capsys, "status", "run") == (
         "run: holds no run (no config.json); give the folder of one (run.out_dir)"
     )
-
-
-def test_a_run_with_keys_of_another_version_has_a_status_and_a_damaged_one_is_one_line(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_run(here / "run", num_steps=10, done=1)
-    (folder / "config.json").write_text('{"run": {"num_steps": 10, "long_gone": true}}')
-    assert succeed(capsys, "status", "run")["num_steps"] == 10
-    (folder / "config.json").write_text('{"run": {')
-    assert fail(capsys, "status", "run").startswith("run/config.json: cannot be read (")
-
-
-def test_a_run_before_its_first_step_has_a_status(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (write_run(here / "run", num_steps=10, done=0) / "metrics.jsonl").unlink()
-    assert cli.main(["status", "run"]) == 0
-    assert summarize(json.loads(capsys.readouterr().out)).headline == "stopped: step 0 of 10"
-
-
-def test_status_loads_no_torch(here: Path) -> None:
-    write_run(here / "run", num_steps=10, done=1)
-    code = "import sys; from tlt.apps.cli.main import main; main(['status', 'run']); sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[3])}
-    finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
-    assert finished.returncode == 0, finished.stderr

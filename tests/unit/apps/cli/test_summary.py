@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from tests.unit.apps.cli.parts import fail, succeed
+from tests.unit.apps.cli.parts import succeed
 from tlt.apps.cli import main as cli
 from tlt.apps.cli.commands import COMMANDS
-from tlt.apps.cli.summary import Summary, json_alone, label_of, show, written
+from tlt.apps.cli.summary import Summary, show, written
 from tlt.base.io.streams import Guarded
 from tlt.drafter.training.offline import OfflineSummary
 
@@ -45,21 +44,9 @@ def test_with_json_it_stands_alone_on_stdout_even_on_a_terminal(capsys: pytest.C
     assert "memory of a rank in GiB" in said.err
 
 
-def test_what_started_processes_print_is_no_part_of_the_json(capfd: pytest.CaptureFixture[str]) -> None:
-    with json_alone(True):
-        subprocess.run(["echo", "a rank's table"], check=True)
-    subprocess.run(["echo", "{}"], check=True)
-    assert capfd.readouterr() == ("{}\n", "a rank's table\n")
-
-
 @pytest.mark.usefixtures("here")
 def test_in_a_pipe_json_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert succeed(capsys, *TASK)["problems"] == 3
-
-
-@pytest.mark.usefixtures("here")
-def test_a_command_without_a_record_takes_no_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fail(capsys, "train", "--json", "x").startswith("--json: unknown option")
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.summarize])
@@ -131,33 +118,6 @@ def test_a_record_becomes_a_headline_and_rows_that_can_be_drawn(
     assert summarize is not None
     show(record, summarize, as_json=False)
     assert capsys.readouterr().out.splitlines()[1].removeprefix("\x1b[1m").removesuffix("\x1b[0m") == headline
-
-
-def test_a_name_is_shown_without_its_unit() -> None:
-    names = "peak_gib", "num_ranks", "tokens_per_second", "idle_seconds", "seconds"
-    assert [*map(label_of, names)] == ["peak", "ranks", "tokens per second", "idle", "seconds"]
-
-
-@pytest.mark.usefixtures("terminal")
-def test_mappings_are_indented_and_lists_of_them_are_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    rows = {
-        "idle_seconds": {"train": 1.5, "rest": 120},
-        "long": "word " * 40,
-        "depths": [{"depth": 1, "kept_share": 0.5}, {"depth": 2, "kept_share": None}],
-    }
-    show({}, lambda _: Summary("well", rows), as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:5] == ["well", *(line.ljust(len(lines[2])) for line in lines[2:5])]
-    assert [line.split() for line in lines[2:5]] == [
-        ["idle"],
-        ["train", "1.50", "s"],
-        ["rest", "2", "min", "00", "s"],
-    ]
-    assert [line.split() for line in lines[-3:]] == [["depth", "kept"], ["1", "50%"], ["2", "–"]]
-    assert max(map(len, lines)) <= 80
 
 
 ESCAPES = "\x1b[2J\x9b31m\u202e\u200b\x07"

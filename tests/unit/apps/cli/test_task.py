@@ -11,8 +11,6 @@ import pytest
 
 from tests.unit.apps.cli.parts import fail, read_lines, succeed, write_lines
 from tlt.apps.cli import main as cli
-from tlt.base.types import UserError
-from tlt.tasks.base import make_problems
 
 
 @pytest.mark.usefixtures("here")
@@ -22,14 +20,6 @@ def test_task_writes_equal_problems_for_equal_seeds(capsys: pytest.CaptureFixtur
     succeed(capsys, "task", "countdown", "--num", "5", "--seed", "3", "--out", "b.jsonl")
     assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
     assert {"problem_id", "prompt"} <= set(read_lines("a.jsonl")[0])
-
-
-@pytest.mark.usefixtures("here")
-def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--options", '{"mix": {"2": 1.0}}', "--out", "a.jsonl")
-    succeed(capsys, "task", "countdown", "--num", "9", "--split", "test", *words)
-    problems = read_lines("a.jsonl")
-    assert all(len(problem["numbers"]) == 2 and "test" in problem["problem_id"] for problem in problems)
 
 
 @pytest.mark.usefixtures("here")
@@ -47,16 +37,6 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
 )
 def test_task_refuses_in_one_line(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in fail(capsys, "task", *words.split())
-
-
-@pytest.mark.usefixtures("here")
-def test_outputs_make_the_folders_that_they_lie_in(capsys: pytest.CaptureFixture[str]) -> None:
-    succeed(capsys, "task", "countdown", "--num", "1", "--out", "new/problems.jsonl")
-    (problem,) = read_lines("new/problems.jsonl")
-    write_lines("responses.jsonl", {"problem_id": problem["problem_id"], "text": "1"})
-    words = "--problems new/problems.jsonl --responses responses.jsonl --out newer/yet/scored.jsonl"
-    succeed(capsys, "score", "countdown", *words.split())
-    assert not read_lines("newer/yet/scored.jsonl")[0]["solved"]
 
 
 def write_countdown() -> None:
@@ -175,18 +155,6 @@ def test_functions_that_cannot_score_are_refused_in_one_line(
     assert part in fail(capsys, "score", *SCORE, *words.split())
 
 
-@pytest.mark.usefixtures("answers")
-def test_a_function_sees_the_responses_to_a_problem_together_but_not_those_of_several_steps() -> None:
-    """Of "a" there are two groups, whose lines alternate with others."""
-    steps = {"purpose": "rollout", "policy_version": 3}, {"purpose": "rollout", "policy_version": 4}
-    texts = [("a", "long!", 0), ("b", "bb", 0), ("a", "longest!", 1), ("a", "mid", 0), ("a", "longer!", 1)]
-    lines = [{"problem_id": name, "text": text, **steps[step]} for name, text, step in texts]
-    write_lines("responses.jsonl", *lines)
-    assert cli.main(["score", *SCORE, "--functions", "own_scores:shortest"]) == 0
-    scored = [(line["text"], line["reward"]) for line in read_lines("s.jsonl")]
-    assert scored == [("long!", 0.0), ("bb", 1.0), ("longest!", 0.0), ("mid", 1.0), ("longer!", 1.0)]
-
-
 # ── a user's own task ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -257,39 +225,6 @@ def test_whatever_is_wrong_in_a_task_is_one_line(
     Path("__pycache__").mkdir()
     message = fail(capsys, "task", own_task, "--num", "1", "--out", "out.jsonl")
     assert message.startswith(f"task {own_task}") or message.startswith(f"task {own_task!r}")
-
-
-@pytest.mark.usefixtures("here")
-def test_a_problem_without_problem_id_is_named_by_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    write_lines("problems.jsonl", "", {"prompt": "[2,9:7]", "numbers": [2, 9], "target": 7})
-    write_lines("responses.jsonl", {"problem_id": "2", "text": "9-2=7!9-2=7"})
-    assert succeed(capsys, "score", "countdown", *SCORE)["solve_rate"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("attribute", "said"),
-    [
-        (
-            "PLAIN",
-            "problems() takes no option 'mix'; known options are none: correct task.options, or remove",
-        ),
-        ("NO_SPLIT", "problems() does not take split"),
-        ("Plain", "is a class; give an object of it, such as TASK = Plain()"),
-    ],
-)
-def test_a_task_that_cannot_take_its_options_says_what_to_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, said: str
-) -> None:
-    (tmp_path / "task_of_options.py").write_text(
-        "class Plain:\n    def problems(self, num, seed, split): ...\n    def score(self, problem, text): "
-        "...\n"
-        "class NoSplit(Plain):\n    def problems(self, num, seed): ...\n"
-        "PLAIN, NO_SPLIT = Plain(), NoSplit()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError) as caught:
-        make_problems(f"task_of_options:{attribute}", 2, 0, {"split": "test", "mix": {}})
-    assert said in str(caught.value)
 
 
 @pytest.mark.usefixtures("here")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tlt.apps.cli.main import main
-from tlt.apps.cli.options import parse_options
-from tlt.apps.cli.train import Train, is_checkpoint, resolve_config
+from tlt.apps.cli.train import resolve_config
 from tlt.apps.run import start
 from tlt.base.types import UserError
 from tlt.training.launch.place import Place
@@ -91,18 +90,3 @@ def test_one_command_begins_a_run_and_goes_on_with_it(model: Path) -> None:
         resolve_config(path, [], resume="auto")
     with pytest.raises(UserError, match="no configuration given"):
         resolve_config(None, [], resume="auto")
-
-
-@pytest.mark.usefixtures("here")
-def test_a_checkpoint_names_the_run_that_it_is_of(model: Path) -> None:
-    path = write_run(model)
-    config = resolve_config(path, [], resume=None)
-    Path("out").mkdir()
-    Path("out/config.json").write_text(config.to_json())
-    assert resolve_config(None, [], resume=Path("out/checkpoints/step-00000010")) == config
-    options = parse_options("train", Train, ["--resume", "auto"])
-    assert options.resume == "auto"
-    assert not is_checkpoint(options.resume)
-    assert parse_options("train", Train, ["--resume", "./auto"]).resume == Path("auto"), (
-        "a folder of that name"
-    )

@@ -9,12 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from tlt.base.config.load import load_config, read_overrides
-from tlt.base.config.rollout import RolloutSection
 from tlt.base.config.schema import Config, ModelSection, TaskSection
 from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
-
-QUICKSTART = Path(__file__).parents[4] / "recipes" / "countdown" / "quickstart.toml"
 
 
 @pytest.fixture
@@ -81,10 +78,6 @@ def test_overrides_are_read_as_the_key_wants_them(folder: Path) -> None:
     assert config.sampling.temperature == 1.0
 
 
-def test_a_negative_number_is_a_value_and_not_an_option(folder: Path) -> None:
-    assert "it must be greater than or equal to 0" in mistake(folder / "run.toml", "--run.seed", "-1")
-
-
 def test_the_configuration_is_frozen(folder: Path) -> None:
     config = load_config(folder / "run.toml")
     with pytest.raises(ValidationError, match="frozen"):
@@ -130,14 +123,6 @@ def test_every_key_of_the_contract_exists_and_no_other() -> None:
     lines = map(str.split, KEYS.strip().splitlines())
     expected = {(section, key) for section, *keys in lines for key in keys}
     assert found == expected
-
-
-def test_the_quickstart_recipe_is_valid_toml_with_known_keys_only() -> None:
-    """The model and drafter folders may not have been built where this runs; everything else must hold."""
-    here = str(Path(__file__).parents[2])
-    config = load_config(QUICKSTART, ["--model.path", here, "--drafter.path", here])
-    assert config.run.num_ranks == "auto", "it suits any machine"
-    assert config.drafter.train
 
 
 # ── paths ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,12 +188,6 @@ def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(
         load_config({"model": {"path": "."}, "task": {"name": "countdown", "options": deep}})
 
 
-def test_sentences_and_dots_are_no_deep_keys(folder: Path) -> None:
-    prompt = "One. Two three. " * 100 + "\n" + ". " * 200
-    path = write(folder, f'{MINIMAL}system_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n')
-    assert load_config(path).task.options == {"a": {"b": {"c": {"d": 1}}}}
-
-
 # ── mistakes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -217,18 +196,11 @@ def test_a_missing_file_is_named() -> None:
     assert mistake(Path("nowhere.toml")) == told
 
 
-def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
-    (folder / "run.toml").write_bytes(b"\xef\xbb\xbf" + (folder / "run.toml").read_bytes())
-    assert load_config(folder / "run.toml").task.name == "countdown"
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("[run]\nseed = = 1", "cannot be parsed"),
-        ("[run]\nseed = = 1", "line 2, column 8"),
         (f"{MINIMAL}[run]\nnum_step = 1", ": run.num_step is unknown; did you mean run.num_steps?"),
-        (f"{MINIMAL}[roll_out]", ": roll_out is unknown; did you mean rollout?"),
         (
             f"{MINIMAL}[rewards]\nzzz = 1",
             "known keys are functions, weights, solved_at, num_workers, timeout",
@@ -269,25 +241,17 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
     ("override", "remedy"),
     [
         (("--run.seed", "x"), "--run.seed: run.seed is 'x'; it must be a valid integer"),
-        (("--run.num_steps", "1.5"), "run.num_steps is 1.5; it must be a valid integer"),
-        (("--run.num_steps", "true"), "run.num_steps is True; it must be a valid integer"),
         (("--run.num_steps", "-1"), "it must be greater than or equal to 0"),
         (("--drafter.train", "yes"), "drafter.train is 'yes'; it must be a valid boolean"),
-        (("--sampling.top_p", "0"), "it must be greater than 0"),
         (("--sampling.temperature", "nan"), "it must be a finite number"),
         (("--run.dtype", "float16"), "it must be 'auto', 'float32', 'float64' or 'bfloat16'"),
         (("--rollout.speculation", "4x1"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
-        (("--rollout.speculation", "4x1x2"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.samples_per_problem", "1"), "it must be greater than or equal to 2"),
-        (("--run.time_limit_minutes", "0"), "it must be greater than 0"),
-        (("--rollout.speculation", "4x1x²"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.speculation", "4x1x" + 5000 * "4"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--task.name", ""), "task.name is ''"),
         (("--sampling.stop", 3000 * "["), "it must be a list"),
         (("--task.options", 3000 * "["), "it must be a table such as"),
-        (("--task.options", 3000 * '{"a":'), "it must be a table such as"),
         (("--run.out_dir", 1300 * "abc/"), "no file can be called so: give another path"),
-        (("--task.data", 1300 * "abc/"), "no file can be called so: give another path"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place_and_remedy(
@@ -377,11 +341,6 @@ def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path
     assert "model.path is " in mistake(path, "--model.path", "me/model/other")
     told = mistake(path, "--model.path", "model")
     assert "there is no such folder: give one that exists, or a model's name" in told
-
-
-def test_direct_construction_is_as_strict(folder: Path) -> None:
-    with pytest.raises(ValidationError, match="extra_forbidden"):
-        RolloutSection(batch=1)
 
 
 def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> None:

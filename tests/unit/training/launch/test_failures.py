@@ -45,11 +45,6 @@ def test_a_death_is_followed_by_attempts_up_to_the_limit_and_one_line_names_all(
     assert last == f"tlt: error: {KILLED.causes[0]}; not started again: run.max_restarts is 2"
 
 
-def test_a_users_mistake_is_not_followed_by_another_attempt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not Restarts(3).follows(AttemptFailure(("model.path: is missing",), is_user_error=True))
-    assert capsys.readouterr().err == "tlt: error: model.path: is missing\n"
-
-
 def test_a_failure_that_repeats_at_the_same_line_without_progress_ends_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -73,19 +68,6 @@ def test_the_same_line_may_fail_again_after_progress_or_another_line_without() -
         True,
         False,
     ]
-
-
-def test_tracebacks_of_attempts_that_are_followed_go_to_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "failures.log"
-    restarts = Restarts(3, log=log)
-    restarts.follows(fault(1))
-    restarts.follows(fault(2))
-    assert [line.count("Traceback") for line in log.read_text().split("\n\n")] == [1, 1, 0]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 2
-    assert said.count(f", traceback in {log})") == 2
 
 
 def test_what_would_steer_a_terminal_is_shown_and_carried_out_nowhere(

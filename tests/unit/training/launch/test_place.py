@@ -44,13 +44,6 @@ def test_torchrun_says_all_of_it_and_its_agent_has_the_store() -> None:
     assert of_launcher.listening == 9
 
 
-def test_a_process_to_a_machine_needs_no_local_rank_and_one_alone_no_address() -> None:
-    place = find_place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert place is not None
-    assert (place.local_rank, place.local_world_size) == (0, 1)
-    assert find_place({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, is_server=True)
-
-
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_launcher_that_has_started_the_ranks_before_says_so(name: str) -> None:
     for environ in (TORCHRUN, SLURM):
@@ -63,17 +56,12 @@ def test_a_launcher_that_has_started_the_ranks_before_says_so(name: str) -> None
     ("changes", "message"),
     [
         ({"RANK": "8"}, "rank 8, but there are 8 ranks"),
-        ({"RANK": "-1"}, "RANK: '-1' is no number"),
         ({"LOCAL_RANK": "4"}, "local rank 4, but there are 4 ranks of its machine"),
         ({"LOCAL_WORLD_SIZE": "9"}, "9 ranks on this machine, but 8 in all"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE: RANK is set, but this is not"),
         ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE: LOCAL_RANK is set, but this is not"),
-        ({"LOCAL_RANK": None}, "LOCAL_RANK: LOCAL_WORLD_SIZE is set, but this is not"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: RANK is set, but this is not"),
-        ({"MASTER_PORT": None}, "MASTER_PORT: RANK is set, but this is not"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is no number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is no port"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT: 0 is no port"),
         ({"RANK": "²"}, "RANK: '²' is no number"),
         ({"WORLD_SIZE": "9" * 5000}, "is no number"),
     ],
@@ -103,10 +91,6 @@ def test_srun_names_the_rank_and_its_first_host_is_where_they_meet() -> None:
     assert first == Place(0, 7, 0, 4, "gpu07", 15000 + 4567, is_server=True)
 
 
-def test_rank_goes_before_slurm_for_torchrun_may_run_in_a_job() -> None:
-    assert find_place({**SLURM, **TORCHRUN}) == find_place(TORCHRUN)
-
-
 def test_a_step_goes_before_its_job_and_a_single_task_starts_its_ranks_itself() -> None:
     step = {
         "SLURM_STEP_ID": "3",
@@ -123,14 +107,10 @@ def test_a_step_goes_before_its_job_and_a_single_task_starts_its_ranks_itself() 
     [
         ({"SLURM_NODELIST": ""}, "SLURM_NODELIST"),
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID: SLURM_PROCID is set"),
-        ({"SLURM_PROCID": "7"}, "rank 7, but there are 7 ranks"),
         ({"SLURM_TASKS_PER_NODE": "4(x2)"}, "does not make SLURM_NTASKS = 7"),
-        ({"SLURM_TASKS_PER_NODE": "1(x99999999999)"}, "does not make SLURM_NTASKS = 7"),
         ({"SLURM_NODELIST": "a[x-y]"}, "SLURM_NODELIST: 'a[x-y]' is no list of hosts"),
-        ({"SLURM_NODELIST": "a[1-"}, "SLURM_NODELIST: 'a[1-' is no list of hosts"),
         ({"SLURM_NODELIST": "a,,b"}, "SLURM_NODELIST: 'a,,b' is no list of hosts"),
         ({"SLURM_NODELIST": "a[1-999999999]"}, "SLURM_NODELIST: 'a[1-999999999]' has more than 65536 hosts"),
-        ({"SLURM_NODELIST": "a[1-999][1-999][1-999][1-999]"}, "has more than 65536 hosts"),
         ({"SLURM_NODELIST": "b,a[3-1]"}, "has a range without a host"),
     ],
 )
@@ -138,13 +118,6 @@ def test_what_srun_would_not_say_is_refused(changes: dict[str, str | None], mess
     environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=re.escape(message)):
         find_place(environ)
-
-
-def test_one_gpu_shown_to_each_task_is_its_own() -> None:
-    for devices, is_own in (("3", True), ("0,1", False)):
-        place = find_place({**SLURM, "CUDA_VISIBLE_DEVICES": devices})
-        assert place is not None
-        assert place.has_own_gpu == is_own
 
 
 @pytest.mark.parametrize(

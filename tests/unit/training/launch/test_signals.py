@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
 import subprocess
 import sys
 
@@ -14,10 +13,7 @@ import pytest
 from tlt.base.types import UserError
 from tlt.training.launch.local import launch
 from tlt.training.launch.signals import (
-    STOPPING,
     SharedStop,
-    StopRequest,
-    handling_stop_signals,
     restore_terminal,
 )
 
@@ -47,16 +43,6 @@ def test_a_machine_without_a_loopback_is_refused_before_its_ranks_start(
     )
     with pytest.raises(UserError, match=told):
         launch("", 2, "no:entry")
-
-
-def test_a_stop_that_the_live_lines_show_is_not_said_between_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for is_shown in (False, True):
-        stop = StopRequest()
-        stop.show(is_shown)
-        with handling_stop_signals(stop):
-            os.kill(os.getpid(), signal.SIGINT)
-        assert stop.is_set()
-        assert capsys.readouterr().err == ("" if is_shown else f"tlt: {STOPPING}\n")
 
 
 def test_a_terminal_whose_live_lines_were_killed_has_its_cursor_again(

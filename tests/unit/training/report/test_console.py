@@ -15,8 +15,7 @@ from rich.cells import cell_len
 from tests.unit.training.report.records import record
 from tlt.base.records import LengthStats
 from tlt.training.report.console import WIDTH, Console
-from tlt.training.report.outcome import Gain, Outcome, evaluation_rows, summary_rows
-from tlt.training.report.words import duration
+from tlt.training.report.outcome import Gain, Outcome, summary_rows
 
 
 class Terminal(io.StringIO):
@@ -72,27 +71,6 @@ def test_a_summary_says_reward_and_solve_rate_where_functions_alone_score_and_wh
     assert later["solved"].startswith("50.0% → 75.0% of held-out problems, after 4 → 8 updates")
 
 
-def test_the_time_of_a_resumed_run_is_that_of_all_steps_and_what_this_command_took_is_said_beside_it() -> (
-    None
-):
-    assert rows_of(Outcome(None, [], 38, 560.0))["time"] == "9 min 20 s, 38 steps"
-    resumed = Outcome(None, [], 38, 80.0, recorded_seconds=560.0)
-    assert (
-        rows_of(resumed)["time"]
-        == "9 min 20 s for 38 steps and the evaluations; 1 min 20 s since this command began"
-    )
-
-
-def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left() -> None:
-    stream = Terminal()
-    with Console(num_steps=2, stream=stream, environ={"TERM": "xterm"}) as console:
-        for step in (1, 2):
-            console.step(record(step, step_seconds=100.0))
-            with console.status("evaluating on 256 held-out problems"):
-                assert "left" not in drawn(console)
-            assert ("1 min 40 s left" in drawn(console)) == (step == 1)
-
-
 def drawn(console: Console) -> str:
     """The live line, as plain text."""
     paper = io.StringIO()
@@ -107,13 +85,6 @@ def printed(*calls: Callable[[Console], None]) -> list[str]:
         for call in calls:
             call(console)
     return stream.getvalue().splitlines()
-
-
-def test_an_evaluation_alone_tells_the_mean_reward_beside_the_solve_rate() -> None:
-    solved, rewards = {"a": 1.0, "b": 0.0}, {"a": 1.5, "b": 0.5}
-    rows = {name: value.plain for name, value in evaluation_rows(solved, rewards, 60.0, {})}
-    assert rows["solved"].startswith("50.00% of 2 held-out problems")
-    assert rows["reward"] == "1.000, standard error 0.354"
 
 
 def test_a_measured_speedup_is_said_below_its_step_and_nothing_where_none_was_measured() -> None:
@@ -139,12 +110,6 @@ def test_an_evaluation_without_any_score_says_so() -> None:
         "      ◆ held-out problems after 4 updates: no score  21 s",
         "      ◆ held-out problems after 5 updates: reward 0.375, 25.0% solved  21 s",
     ]
-
-
-def test_in_a_notebook_the_lines_go_to_the_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich alone would show each of them as an output of its own."""
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert "40.2% → 48.3%" in show(io.StringIO(), {})
 
 
 @pytest.mark.parametrize(
@@ -226,12 +191,6 @@ def test_what_is_unusual_about_a_step_is_said_below_its_row(
     assert [line.strip() for line in lines if word in line] == [note]
 
 
-def test_a_reason_that_would_steer_the_terminal_is_shown_as_it_is_written() -> None:
-    steering = record(1, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"})
-    (line,) = printed(lambda console: console.reward_errors(steering))
-    assert r"\x1b[2J\x9b1m gone" in line
-
-
 def test_the_header_names_everything_before_training() -> None:
     rows = {"model": "base: llama, 3.9 M parameters", "folder": "runs/x"}
     lines = printed(lambda console: console.header(rows))
@@ -240,14 +199,6 @@ def test_the_header_names_everything_before_training() -> None:
 
 def test_ranks_that_are_not_enabled_say_nothing() -> None:
     assert show(Terminal(), {"TERM": "xterm"}, enabled=False) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "0 s"), (41, "41 s"), (59.7, "1 min 00 s"), (561, "9 min 21 s"), (11_220, "3 h 07 min")],
-)
-def test_durations_are_written_as_one_says_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("width", [80, 120])

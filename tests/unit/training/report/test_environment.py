@@ -5,11 +5,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-import pytest
 import torch
 
 from tlt import __version__
-from tlt.base.types import UserError
 from tlt.training.report.environment import append_environment, read_environments
 
 
@@ -23,14 +21,3 @@ def test_each_attempt_is_a_line(tmp_path: Path) -> None:
     assert first["torch"] == torch.__version__
     assert {"commit", "cpu", "memory", "system", "transformers", "numpy"} <= first.keys()
     assert platform.node() not in str(first.values())
-
-
-def test_a_line_torn_by_a_kill_is_replaced_and_a_damaged_one_named(tmp_path: Path) -> None:
-    append_environment(tmp_path, 1.0, 2)
-    path = tmp_path / "environment.jsonl"
-    path.write_text(path.read_text() + '{"began": 2.')
-    append_environment(tmp_path, 3.0, 2)
-    assert [one["began"] for one in read_environments(tmp_path)] == [1.0, 3.0]
-    path.write_text("[1]\n")
-    with pytest.raises(UserError, match=r"environment.jsonl, line 1: no environment .*remove the line"):
-        read_environments(tmp_path)

@@ -4,12 +4,9 @@ import io
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.unit.training.report.records import record
 from tests.unit.training.report.test_console import Terminal, drawn
 from tlt.training.report.console import Console
-from tlt.training.report.live_lines import LiveLines
 from tlt.training.report.progress import Doing, PhaseProgress, ReplicaProgress
 
 REPLICAS = [
@@ -50,14 +47,6 @@ def test_off_a_terminal_a_line_says_the_progress_once_a_minute_and_short_phases_
     assert stream.getvalue().splitlines() == [f"  {PROGRESS}"] * 2
 
 
-@pytest.mark.parametrize("is_stopping", [True, False])
-def test_the_live_lines_say_that_the_run_stops(is_stopping: bool) -> None:
-    said = "stopping" if is_stopping else ""
-    with Console(stream=Terminal(), environ={"TERM": "xterm"}, stopping=lambda: said) as console:
-        assert isinstance(console._live, LiveLines)
-        assert ("stopping" in drawn(console)) == is_stopping
-
-
 def test_the_log_has_the_plain_lines_of_the_screen_and_a_resumed_run_appends(tmp_path: Path) -> None:
     log, plain = tmp_path / "console.log", io.StringIO()
     for number in (1, 2):
@@ -75,13 +64,3 @@ def test_the_log_has_the_plain_lines_of_the_screen_and_a_resumed_run_appends(tmp
     assert not re.search(r"\x1b", text)
     assert text.startswith(plain.getvalue())
     assert text.count("evaluating …") == 2
-
-
-def test_a_log_that_cannot_be_written_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Console(stream=io.StringIO(), environ={}, log=tmp_path) as console:
-        console.note("goes on")
-    assert capsys.readouterr().err == (
-        f"tlt: {tmp_path} cannot be written (Is a directory); going on without it\n"
-    )

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -36,27 +34,6 @@ def test_adjacent_spans_of_one_name_become_one_and_keep_their_busy_time(tmp_path
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     first = next(event for event in events if event["name"] == "decode")
     assert first["args"] == {"spans": 3, "busy_ms": 30.0}
-
-
-def test_engine_steps_are_merged_where_strategy_and_batch_size_are_equal_and_their_tokens_add_up(
-    tmp_path: Path,
-) -> None:
-    path = rank_path(tmp_path, 0)
-    path.write_text('["update", 0.0, 0.5, 0.5, 1]\n')  # as every line was, before engine steps told more
-    timeline = Timeline(0, path)
-    for strategy, num_running in (("off", 4), ("off", 4), ("off", 3), ("ngram:2x1x2", 3)):
-        timeline.add(Span("decode", 1.0, 1.0, strategy, num_running, 5))
-    timeline.flush()
-    assert read_spans(tmp_path)[0] == [
-        Span("update", 0.0, 0.5),
-        Span("decode", 1.0, 1.0, "off", 4, 10),
-        Span("decode", 1.0, 1.0, "off", 3, 5),
-        Span("decode", 1.0, 1.0, "ngram:2x1x2", 3, 5),
-    ]
-    merge_timelines(tmp_path, tmp_path / "timeline.json")
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    (last,) = [event["args"] for event in events if event.get("args", {}).get("strategy") == "ngram:2x1x2"]
-    assert last == {"strategy": "ngram:2x1x2", "running": 3, "tokens": 5}
 
 
 def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path: Path) -> None:
@@ -110,14 +87,6 @@ def test_a_damaged_timeline_ends_no_run_and_what_is_sound_is_drawn(damage: str, 
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [0.0, 1e6]
     assert [*said, *missing] == ([f"{path}: {told}; {tmp_path / 'timeline.json'} lacks them"] if told else [])
-
-
-def test_a_device_in_the_place_of_a_timeline_is_not_read_without_end(tmp_path: Path) -> None:
-    rank_path(tmp_path, 0).symlink_to("/dev/full")  # which gives zeros for ever
-    said: list[str] = []
-    Timeline(0, rank_path(tmp_path, 0), say=said.append)
-    assert "is no file" in " ".join(said)
-    assert "is no file" in " ".join(merge_timelines(tmp_path, tmp_path / "timeline.json"))
 
 
 def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_run_goes_on(
@@ -178,18 +147,6 @@ def test_clocks_of_one_machine_need_no_offset_and_others_get_the_median() -> Non
     assert first.to_unix == second.to_unix == pytest.approx(500.0)
 
 
-def test_a_span_costs_about_a_microsecond() -> None:
-    timeline = Timeline(0)
-    best = math.inf
-    for _ in range(5):
-        start = time.process_time()  # not the wall clock: a busy machine makes nothing dearer
-        for _ in range(4000):
-            with timeline.span("decode"):
-                pass
-        best = min(best, (time.process_time() - start) / 4000)
-    assert best < 5e-6  # about 1 µs
-
-
 SYNTHETIC = {
     0: [
         Span("prefill", 0.0, 1.0),
@@ -207,13 +164,6 @@ def test_the_critical_path_share_counts_only_training_after_the_last_response() 
     assert critical_path_share(in_time) == 0.0
 
 
-def test_of_several_replicas_the_one_that_trains_longest_counts_once() -> None:
-    also = [Span("decode", 0.0, 2.0), Span("train drafter", 2.0, 6.1), Span("train drafter", 6.1, 6.3)]
-    assert critical_path_share(SYNTHETIC | {2: also}) == pytest.approx(0.3 / 10)
-    checked = {rank: [*spans, Span("check drafter", 6.1, 6.5)] for rank, spans in SYNTHETIC.items()}
-    assert critical_path_share(checked) == pytest.approx(0.5 / 10)
-
-
 def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:
     later = {
         rank: [
@@ -228,25 +178,3 @@ def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:
     inside = {0: [*SYNTHETIC[0], Span("evaluate", 9.0, 9.8), Span("decode", 9.1, 9.7)], 1: SYNTHETIC[1]}
     assert critical_path_share(inside) == pytest.approx(0.2 / 10)
     assert math.isnan(critical_path_share({}))
-
-
-def test_a_long_timeline_is_merged_without_being_held_in_memory(tmp_path: Path) -> None:
-    num = 3_000
-    with rank_path(tmp_path, 0).open("w") as file:
-        for i in range(
-            num
-        ):  # a span that ends later is written later; where two start together the inner one is written first
-            file.write(json.dumps(["decode", float(i), i + 0.25, 0.25, 1]) + "\n")
-            file.write(json.dumps(["step", float(i), i + 1.0, 1.0, 1]) + "\n")
-    tracemalloc.start()
-    assert merge_timelines(tmp_path, tmp_path / "timeline.json") == []
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 150 * 2 * num, "bytes of a row"
-    events = [
-        event
-        for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-        if event["ph"] == "X"
-    ]
-    assert [event["name"] for event in events] == ["step", "decode"] * num
-    assert [event["ts"] for event in events[::2]] == [i * 1e6 for i in range(num)]

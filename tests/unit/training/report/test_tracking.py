@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import math
 import os
-import sqlite3
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +13,6 @@ from typing import Any
 import pytest
 
 from tests.unit.training.report.records import record
-from tlt.base.config.load import load_config
-from tlt.base.records import NAN
 from tlt.base.types import UserError
 from tlt.training.report import trackers
 from tlt.training.report.trackers import NAMES, RANK_VARIABLES, Accelerated, TrackedRun, check_trackers
@@ -115,17 +110,6 @@ def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> 
     assert not {"step", "finished_at", "algorithm", "drafter/training"} & values.keys()
 
 
-def test_what_does_not_exist_is_left_out() -> None:
-    rollout = {"accept_length": NAN, "draft_acceptance_rate_pos": (0.5, NAN)}
-    values = record(1, rollout=rollout, update={"grad_norm": math.inf}).figures()
-    assert "rollout/draft_acceptance_rate_pos_1" in values
-    assert (
-        not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"}
-        & values.keys()
-    )
-    assert all(math.isfinite(value) for value in values.values())
-
-
 def test_a_run_keeps_its_id_and_no_two_share_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -151,13 +135,6 @@ def test_a_tracker_is_told_the_run_then_its_figures_in_order_then_the_end(folder
     assert "the library talks" in (folder / "tracking.log").read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(int(str(start[-1])), 0)
-
-
-def test_without_trackers_nothing_happens(folder: Path) -> None:
-    tracking = track([], tracked(folder), pytest.fail)
-    tracking.log(1, {"a": 1.0})
-    tracking.finish()
-    assert list(folder.iterdir()) == []
 
 
 # -- what cannot stop a run ----------------------------------------------------------------------------------
@@ -193,18 +170,6 @@ def test_a_tracker_that_fails_is_said_in_one_line_and_the_others_go_on(
     assert len(said) <= 3
 
 
-def test_a_step_that_could_not_be_logged_is_said_once_and_the_next_is_tried(folder: Path) -> None:
-    said: list[str] = []
-    tracking = begin(folder, ["Hiccup"], said)
-    for step in range(6):
-        tracking.log(step, {})
-    tracking.finish()
-    assert [line[1] for line in diary(folder, "Hiccup")[1:-1]] == [0, 1, 3, 5]
-    (_, once, count) = said
-    assert "disk full" in once
-    assert ": 2 steps are missing" in count
-
-
 def test_a_log_never_waits_and_the_end_waits_no_longer_than_its_bound(folder: Path) -> None:
     """Were `log` to wait for the tracker that hangs, this test would take its 1,000 s."""
     said: list[str] = []
@@ -217,30 +182,6 @@ def test_a_log_never_waits_and_the_end_waits_no_longer_than_its_bound(folder: Pa
     assert said[1:] == [f"{about}; the run goes on, and its metrics.jsonl has all figures"]
     pid = int(str(diary(folder, "hang_at_log")[0][-1]))
     wait_for(lambda: not is_running(pid))
-
-
-def test_a_process_that_does_not_end_by_itself_is_ended(folder: Path) -> None:
-    said: list[str] = []
-    track(["fake_trackers:Lingers"], tracked(folder), said.append, Patience(exit=0.2)).finish()
-    assert said == ["tracking: fake_trackers:Lingers: look here"]
-    assert not is_running(int(str(diary(folder, "Lingers")[0][-1])))
-
-
-def test_a_tracker_that_cannot_be_started_does_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    tracking = begin(folder, ["Diary"], said)
-    tracking.log(1, {})
-    tracking.finish()
-    assert len(said) == 1
-    assert "could not be started" in said[0]
-
-
-def test_a_log_file_that_cannot_be_written_does_no_harm(folder: Path) -> None:
-    (folder / "tracking.log").mkdir()
-    said: list[str] = []
-    begin(folder, ["Diary"], said).finish()
-    assert said == ["tracking: fake_trackers:Diary: look here"]
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -324,100 +265,7 @@ def test_a_tracker_that_does_not_exist_is_refused_in_one_line(name: str) -> None
     check_trackers(["json:JSONDecoder"])
 
 
-@pytest.mark.parametrize(
-    "words", [["--tracking.use", "wandb, trackio"], ["--tracking.use", '["wandb", "trackio"]']]
-)
-def test_trackers_are_named_with_commas_or_as_a_list(words: list[str], tmp_path: Path) -> None:
-    config = load_config({"model": {"path": tmp_path}, "task": {"name": "countdown"}}, words)
-    assert config.tracking.use == ["wandb", "trackio"]
-    assert type(config).from_json(config.to_json()) == config
-
-
 # -- the libraries themselves --------------------------------------------------------------------------------
-
-
-def track_twice(folder: Path, name: str) -> list[str]:
-    """Tracks steps 0 to 4, then, as after a kill behind the checkpoint of step 3, steps 4 and 5 again."""
-    said: list[str] = []
-    for start, steps, value in ((0, range(5), 0.5), (3, range(4, 6), 0.75)):
-        tracking = track([name], tracked(folder, start), said.append)
-        for step in steps:
-            tracking.log(
-                step,
-                {
-                    "rollout/draft_acceptance_rate": value + step,
-                    "rollout/strategy_seconds/learned:4x1x4": 1.0,
-                },
-            )
-        tracking.finish()
-    assert len(said) == 2, said
-    return said
-
-
-def test_tensorboard_reads_what_was_written_and_hides_what_a_resumed_run_repeats(folder: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    said = track_twice(folder, "tensorboard")
-    assert said[0] == f"tracking: tensorboard: tensorboard --logdir {folder / 'tensorboard'}"
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = reader.EventAccumulator(str(folder / "tensorboard")).Reload()
-    scalars = [(event.step, event.value) for event in events.Scalars("rollout/draft_acceptance_rate")]
-    assert scalars == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5), (4, 4.75), (5, 5.75)]
-    assert "seed" in str(events.Tensors("config/text_summary"))
-
-
-def test_wandb_offline_needs_no_network_and_no_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    isolate(folder, monkeypatch)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    said = track_twice(folder, "wandb")
-    assert "offline; to upload: wandb sync" in said[0]
-    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [path.name for path in files] == ["run-1a2b3c4d.wandb"] * 2
-    rows = [row for path in files for row in wandb_rows(path)]
-    assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 4, 5]
-    assert [row["rollout/draft_acceptance_rate"] for row in rows] == [0.5, 1.5, 2.5, 3.5, 4.5, 4.75, 5.75]
-
-
-def wandb_rows(path: Path) -> list[dict[str, float]]:
-    """The figures in a .wandb file: LevelDB's log format (records cut at blocks of 32 KiB) behind a header
-    of seven bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, whole, rows = path.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            message = wandb_internal_pb2.Record.FromString(whole)
-            whole = b""
-            if message.WhichOneof("record_type") == "history":
-                rows.append(
-                    {
-                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                        for item in message.history.item
-                    }
-                )
-    return rows
-
-
-def test_trackio_keeps_one_run_in_a_database_of_its_own_without_a_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("trackio")
-    isolate(folder, monkeypatch)
-    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
-    said = track_twice(folder, "trackio")
-    assert said == ["tracking: trackio: trackio show --project my-project"] * 2
-    (path,) = (folder / "trackio").glob("*.db")
-    with sqlite3.connect(path) as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-    database.close()
-    assert {name for name, _, _ in rows} == {"my run-1a2b3c4d"}
-    assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4, 4, 5]
-    assert json.loads(rows[-1][2])["rollout/draft_acceptance_rate"] == 5.75
 
 
 RECORDING = """
@@ -458,31 +306,6 @@ def test_each_tracker_of_accelerate_is_made_started_told_the_settings_and_finish
     told = json.dumps([made[2].get("config"), calls[1]])
     assert "seed" in told
     assert name in ("trackio", "tensorboard") or calls[1][1]["run.seed"] == 3
-
-
-def test_a_later_attempt_goes_on_in_mlflows_run_of_a_killed_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracking = pytest.importorskip("accelerate.tracking")
-    found: dict[str, Any] = {}
-    exec(RECORDING, found)
-    recorder = found["Recorder"]
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", recorder)
-    asked: list[Any] = []
-
-    def search_runs(**question: Any) -> list[Any]:
-        asked.append(question)
-        return [SimpleNamespace(info=SimpleNamespace(run_id="of the killed attempt"))]
-
-    mlflow = SimpleNamespace(search_runs=search_runs, set_tag=lambda *tag: asked.append(tag))
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    run = tracked(folder, step=3)
-    Accelerated("mlflow").begin(run)
-    (made, *calls) = recorder.calls
-    assert made[2]["run_id"] == "of the killed attempt"
-    assert [call[0] for call in calls] == ["start"], "parameters are not written twice: MLflow refuses others"
-    assert run.run_id in asked[0]["filter_string"]
-    assert asked[1] == ("tlt.run_id", run.run_id)
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,18 +350,6 @@ def test_an_id_that_cannot_be_read_is_the_checkpoints_and_what_was_there_is_kept
 # -- samples -------------------------------------------------------------------------------------------------
 
 SAMPLES = ("prompt", "reward"), [("2 | 3\n<b>", 0.5), ("4", None)]
-
-
-def test_a_tracker_of_ones_own_is_told_samples_if_it_has_tables(folder: Path) -> None:
-    said: list[str] = []
-    for name in ("Tables", "Diary"):
-        tracking = begin(folder, [name], said)
-        tracking.log_table(3, "samples", *SAMPLES)
-        tracking.finish()
-    told = [["log_table", 3, "samples", [*SAMPLES[0]], [[*row] for row in SAMPLES[1]]]]
-    assert [line for line in diary(folder, "Tables") if line[0] == "log_table"] == told
-    assert [line[0] for line in diary(folder)] == ["begin", "finish"]
-    assert len(said) == 2, said
 
 
 def test_samples_become_a_table_of_the_library_or_text() -> None:

@@ -8,9 +8,7 @@ the chosen one.
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -149,23 +147,3 @@ def test_a_disk_that_fills_at_any_moment_is_one_line_and_leaves_what_was(tmp_pat
         assert_holds(folder, 3, 3)
         assert all(name.startswith("step-") for name in names_in(folder))
     assert refused > 8
-
-
-def test_a_file_that_grows_beyond_what_the_system_allows_is_one_line(tmp_path: Path) -> None:
-    """A limit of the kernel's own, at an exact byte, stands for a disk that is full there."""
-    save(tmp_path, 1, 1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    writer = CheckpointWriter(tmp_path, ALONE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-        writer.save(make_checkpoint(2))
-        message = refusal(writer.wait)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert message.startswith(
-        "the checkpoint of step 2 is not written (rank 0: File too large); the one before, "
-    )
-    assert json.dumps(names_in(tmp_path)) == '["step-00000001"]'
-    assert_holds(tmp_path, 1, 1)

@@ -25,7 +25,7 @@ from tlt.training.rollout.protocol import Recalled, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import WorkQueue
 from tlt.training.saved.checkpoint import Saved
-from tlt.training.saved.journal import FileJournal, choose, find_phases
+from tlt.training.saved.journal import FileJournal, choose
 from tlt.training.saved.journal_file import JournalRecord, read_records
 from tlt.training.saved.run_folder import can_go_on, forget_journal
 
@@ -142,33 +142,6 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     )
 
 
-def test_stretches_are_joined_within_a_file_alone_and_the_longest_counts(tmp_path: Path) -> None:
-    """Another replica that goes on with a response writes it from its beginning: only so its file stands
-    alone."""
-    requests = ask(1)
-    request = requests[0][0]
-    whole = Running(request, 4000).to_request()
-
-    def stretch(end: int) -> Running:
-        so_far = Running(request, end)
-        so_far._so_far = replace(
-            request,
-            token_ids=whole.token_ids[:end],
-            logprobs=whole.logprobs[:end],
-            drafts=drafts_until(end),
-        )
-        return so_far
-
-    for ends in ((1000, 2000), (3000,), (1500,)):
-        journal = open_journal(tmp_path)
-        journal.begin("another phase", requests)  # does not take up what the one before has left
-        journal._phase = "rollout 0"
-        for end in ends:
-            note_running(journal, stretch(end))
-    ((begun, _),) = open_journal(tmp_path).begin("rollout 0", requests).requests
-    assert begun == stretch(3000).to_request()
-
-
 def test_a_response_that_could_not_be_scored_is_scored_again(tmp_path: Path) -> None:
     requests = ask(1)
     journal = open_journal(tmp_path)
@@ -203,20 +176,6 @@ def test_what_runs_when_the_user_stops_the_run_is_written_to_its_last_token(tmp_
     assert untouched == requests[0][1]
 
 
-def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
-    def part(first: int, *token_ids: int) -> tuple[Path, JournalRecord]:
-        about = {"kind": "part", "phase": "rollout 0", "key": ("p0", 0), "first": first, "prompt": 0}
-        about["drafts"] = None if first == 9 else [[first, "ngram", 2, 1, 8]]
-        return Path("file"), JournalRecord.of(about, token_ids, [float(-t) for t in token_ids])
-
-    (chosen,) = choose([part(0, 1, 2), part(3, 4, 5), part(2, 3), part(9, 9)])
-    assert chosen.token_ids == (1, 2, 3)
-    assert [place for place, *_ in chosen.about["drafts"]] == [0, 2]
-    (chosen,) = choose([part(0, *range(1, 10)), part(9, 9)])
-    assert chosen.about["drafts"] is None, "a stretch of an engine that records none"
-    assert not choose([part(4, 5)]), "its beginning is nowhere"
-
-
 # ── whose it is ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,16 +203,6 @@ def test_a_file_counts_after_its_checkpoint_and_after_the_next(
     assert bool([*tmp_path.rglob("replica-*")]) == counts
 
 
-def test_another_runs_file_is_removed_aloud(tmp_path: Path) -> None:
-    requests = ask(1)
-    journal = FileJournal(tmp_path, WORLD, "another", Saved, "", Timeline(0), print)
-    journal.begin("rollout 0", requests)
-    journal.note_finished(answer(requests[0][0]))
-    said: list[str] = []
-    assert open_journal(tmp_path, said=said).begin("rollout 0", requests) == Recalled(requests)
-    assert "is of another run, another; it is removed" in said[0]
-
-
 def test_a_new_checkpoint_begins_a_folder_and_the_one_before_it_stays(tmp_path: Path) -> None:
     saved = [Saved()]
     journal = FileJournal(tmp_path, WORLD, "run", lambda: saved[0], "", Timeline(0), print)
@@ -263,20 +212,6 @@ def test_a_new_checkpoint_begins_a_folder_and_the_one_before_it_stays(tmp_path: 
         journal.begin(f"rollout {step}", requests)
         journal.note_finished(answer(requests[0][0]))
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-00000008", "step-00000012"]
-
-
-def test_attempts_write_files_of_their_own_also_where_an_older_one_is_gone(tmp_path: Path) -> None:
-    requests = ask(1)
-    for _ in range(3):
-        journal = open_journal(tmp_path)
-        journal.begin("rollout 0", requests)
-        journal.note_finished(answer(requests[0][0]))
-    folder = tmp_path / "step-00000000"
-    (folder / "replica-00000.0").unlink()
-    journal = open_journal(tmp_path)
-    journal.begin("rollout 1", requests)
-    journal.note_finished(answer(requests[0][0]))
-    assert sorted(path.suffix for path in folder.iterdir()) == [".1", ".2", ".3"]
 
 
 def test_an_attempt_that_is_not_gone_on_with_leaves_nothing(tmp_path: Path) -> None:
@@ -358,16 +293,6 @@ def test_a_record_that_is_whole_but_makes_no_sense_ends_its_file() -> None:
     for about in ([1], "text", None):
         strange = JournalRecord(about).encode()  # type: ignore[arg-type]  # what no journal writes
         assert [record for _, record in read_records(BytesIO(data + strange + data))] == [good]
-
-
-def test_a_torn_last_record_is_told_and_the_others_count(tmp_path: Path) -> None:
-    written(tmp_path)
-    (path,) = tmp_path.rglob("replica-*")
-    path.write_bytes(path.read_bytes()[:-5])
-    said: list[str] = []
-    (places,) = find_phases(tmp_path, "run", {""}, said.append).values()
-    assert len(places) == 9 + 9 + 2
-    assert "torn or damaged" in said[0]
 
 
 # ── within a phase ──────────────────────────────────────────────────────────────────────────────────────────

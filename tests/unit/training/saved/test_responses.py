@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from tlt.base.types import Purpose, Reward, Rollout
 from tlt.training.saved.responses import KeptResponses, forget_responses, kept_by, path_of
@@ -73,33 +70,3 @@ def test_the_oldest_steps_go_first_where_responses_exceed_their_bound_which_is_s
     written.write("rollout", 5, 5, phase_of(7))
     assert [path.stem[-1] for path in kept_by(tmp_path, "rollout")] == ["5"], "the latest stays"
     assert kept_by(tmp_path, "evaluation") == []
-
-
-def test_a_pipe_among_the_kept_responses_is_no_file_of_a_step(tmp_path: Path) -> None:
-    write(tmp_path, "rollout", 1, {})
-    os.mkfifo(path_of(tmp_path, "rollout", 2))
-    path_of(tmp_path, "rollout", 3).mkdir()
-    assert kept_by(tmp_path, "rollout") == [path_of(tmp_path, "rollout", 1)]
-    forget_responses(tmp_path, 0, ())
-    KeptResponses(tmp_path, str, gib=1.0).write("rollout", 4, 4, phase_of(7))
-    assert [path.stem[-1] for path in kept_by(tmp_path, "rollout")] == ["4"]
-
-
-def test_a_step_looks_at_none_of_the_files_that_are_kept_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(1, 4):
-        write(tmp_path, "rollout", number, {})
-    written = KeptResponses(tmp_path, str, gib=1.0)
-    written.write("rollout", 4, 4, phase_of(7))
-    monkeypatch.setattr("tlt.training.saved.responses.kept_by", lambda run, purpose: 1 / 0)
-    path_of(tmp_path, "rollout", 1).unlink()  # by the user
-    looked: list[Path] = []
-    stat = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda path, **named: (looked.append(path), stat(path, **named))[1])
-    written.write("rollout", 5, 5, phase_of(7))
-    of_responses = {path.name for path in looked if path.parent.name == "responses"}
-    assert of_responses == {"rollout-00000005.jsonl"}
-    written.gib = 0.0
-    written.write("rollout", 6, 6, phase_of(7))
-    assert [path.name for path in (tmp_path / "responses").iterdir()] == ["rollout-00000006.jsonl"]

@@ -50,20 +50,9 @@ def test_any_number_of_ranks_reads_what_any_number_has_written(num_ranks: int, t
         assert_holds(tmp_path, 3, world=world)
     owners = [known["rank"] for world in make_worlds(2) for known in load(tmp_path, world)[2]]
     assert sorted({*owners}) == list(range(num_ranks))
-    assert [load(tmp_path, world)[2][0]["rank"] for world in make_worlds(3)] == [
-        rank % num_ranks for rank in range(3)
+    assert [load(tmp_path, world)[2][0]["rank"] for world in make_worlds(4)] == [
+        rank % num_ranks for rank in range(4)
     ]
-
-
-def test_every_rank_writes_its_equal_part_of_what_all_of_them_hold(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.randn(size, 8) for i, size in enumerate((300, 7, 1, 40, 100, 3))} | {
-        "s": torch.tensor(1.0)
-    }
-    sizes = [
-        sum(part.values.nbytes for part in shards.parts_of(tensors, rank, 4).values()) for rank in range(4)
-    ]
-    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors.values())
-    assert max(sizes) - min(sizes) <= 2 * 8 * 4, "a row more or less"
 
 
 def test_files_are_safetensors_that_others_read_and_their_digests_those_of_their_bytes(
@@ -95,35 +84,12 @@ def test_the_newest_ones_stay_and_what_killed_writers_left_goes(tmp_path: Path) 
     assert names_in(tmp_path) == ["step-00000010", "step-00000011", "step-00000012", "step-00000013"]
 
 
-def test_a_step_that_comes_again_replaces_its_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 1, 1.0)
-    save(tmp_path, 1, 2.0)
-    assert_holds(tmp_path, 1, 2.0)
-    assert names_in(tmp_path) == ["step-00000001"]
-
-
-def test_a_newer_checkpoint_is_never_removed(tmp_path: Path) -> None:
-    for step in (20, 5, 10):
-        save(tmp_path, step, keep=1)
-    assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
-
-
 def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
     save(tmp_path, 3)
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-
-
-def test_nothing_is_written_again_where_no_step_was_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = CheckpointWriter(tmp_path, ALONE)
-    writer.save(make_checkpoint(1))
-    writer.wait()
-    monkeypatch.setattr(checkpoint, "parts_of", lambda *_: pytest.fail("copied"))
-    writer.save(make_checkpoint(1))
 
 
 def test_files_of_an_attempt_with_more_ranks_are_no_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -134,15 +100,6 @@ def test_files_of_an_attempt_with_more_ranks_are_no_part_of_a_checkpoint(tmp_pat
     save(tmp_path, 4, num_ranks=2)
     assert_holds(tmp_path, 4)
     assert "rank-00003.safetensors" not in names_in(tmp_path / "step-00000004")
-
-
-def test_an_earlier_attempts_writer_that_still_lives_writes_into_nothing(tmp_path: Path) -> None:
-    partial = tmp_path / ".step-00000004.new"
-    partial.mkdir()
-    with (partial / "rank-00000.json").open("wb") as zombie:
-        save(tmp_path, 4)
-        zombie.write(b"late")
-    assert_holds(tmp_path, 4)
 
 
 # ── what cannot be written ──────────────────────────────────────────────────────────────────────────────────
@@ -278,22 +235,3 @@ def test_going_back_is_an_explicit_choice_and_keeps_what_is_newer(tmp_path: Path
     save(tmp_path, 2, 5.0)
     go_back_to(tmp_path / "step-00000001")
     assert "step-00000002.aside-2" in names_in(tmp_path)
-
-
-def test_nobody_goes_back_to_a_damaged_checkpoint(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, step)
-    (tmp_path / "step-00000001" / "rank-00000.json").unlink()
-    message = refusal(go_back_to, tmp_path / "step-00000001")
-    assert message.endswith(
-        "rank-00000.json: is missing; bring the file back, or start a new run in another --run.out_dir:"
-        " there is no older checkpoint"
-    )
-    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
-
-
-def test_a_replacement_that_died_between_its_renames_is_undone(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
-    assert_holds(tmp_path, 1)
-    assert names_in(tmp_path) == ["step-00000001"]

@@ -115,21 +115,6 @@ def test_a_folder_that_was_removed_is_missed_even_where_another_has_its_name(
     lock.release()
 
 
-@pytest.mark.parametrize("way", ["a link to itself", "a file where a folder is removed"])
-def test_what_is_in_the_way_in_a_runs_folder_is_named(way: str, tmp_path: Path) -> None:
-    path = tmp_path / "evaluations.jsonl"
-    try:
-        if way == "a link to itself":
-            path.symlink_to(path)
-            path.write_text("")
-        else:
-            path.touch()
-            shutil.rmtree(path)  # names what it met by a Path
-    except OSError as error:
-        mistake = explain_os_error(error, tmp_path)
-    assert str(mistake).startswith(f"{path}: cannot be written (")
-
-
 @pytest.mark.parametrize("name", ["my runs/the first", "a;b", "it's", "plain"])
 def test_a_command_to_type_takes_any_folder(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
