@@ -159,6 +159,7 @@ def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_fo
     assert taker.receive(unit) == [b"x"]
     with pytest.raises(ReplicaTimeout, match=f"unit {unit} was handed over"):
         taker.receive(unit)
+    assert 5.0 < clock.now < 10.0
 
 
 class Interfering:
