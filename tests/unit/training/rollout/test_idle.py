@@ -109,6 +109,7 @@ def test_what_references_have_won_is_known_where_a_tuner_predicts() -> None:
     def facts(predicted: float | None = 9.0) -> IdleFacts:
         stats = EngineStats(won_seconds=4.0)
         stats.record_step("off", StepOutcome(3, (), (), 1.0), 1, ExpectedSpeeds(predicted))
+        stats.record_step("learned:4x1x4", StepOutcome(3, (), (), 1.0), 1)  # a trial
         return facts_of(
             PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50
         )

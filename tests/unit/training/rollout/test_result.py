@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from tlt.base.records import AheadReport, DrafterReport, IdleStretch, IdleUse
+from tlt.base.records import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
 from tlt.base.types import Reward, Rollout
 from tlt.engine.stats import EngineStats
+from tlt.training.rollout.idle_time import facts_of
 from tlt.training.rollout.result import IncompleteBatch, PhaseResult, ReplicaReport, check_complete
 
 A, B, C, Z = ("a", 0), ("a", 1), ("b", 0), ("z", 0)
@@ -74,7 +75,8 @@ def test_the_figures_of_a_phase_are_sums_over_replicas_and_end_with_the_last_tok
     assert (joined.start, joined.gap_seconds, joined.gap_training) == (10.5, 0.5, 0.5)
 
     rollouts = [Rollout("a", i, (1,), (2,) * 6, (0.0,) * 6, "stop", 0) for i in range(2)]
-    phase = PhaseResult(rollouts, [Reward(1.0, True)] * 2, [busy, trains, joined])
+    check = DrafterCheck(acceptance=0.6, before=0.5, publish_seconds=0.25)
+    phase = PhaseResult(rollouts, [Reward(1.0, True)] * 2, [busy, trains, joined], check)
     assert (phase.seconds, phase.last_token) == (11.0, 18.0)
     record = phase.drafter_record()
     assert (record.tokens, record.captured_tokens, record.recomputed_tokens) == (500, 6, 7)
@@ -89,3 +91,13 @@ def test_the_figures_of_a_phase_are_sums_over_replicas_and_end_with_the_last_tok
     assert idle.seconds_by_use == {"ahead": 1.0, "train": 3.25}
     assert (idle.ahead_seconds, idle.ahead_tokens) == (1.1, 42)
     assert phase.rollout_record().num_migrated == 2
+    facts = facts_of(phase, num_offered=9, steps_left=4)
+    assert (facts.ahead_tokens, facts.ahead_seconds, facts.offered_tokens, facts.steps_left) == (
+        42,
+        1.1,
+        9,
+        4,
+    )
+    assert (facts.rollout_seconds, facts.busy_ranks) == (11.0, pytest.approx(3 - 6.5 / 11.0))
+    assert (facts.train_seconds, facts.publish_seconds) == (3.0 + 0.5 + 4.0, 0.25)
+    assert (facts.acceptance_before, facts.acceptance) == (0.5, 0.6)
