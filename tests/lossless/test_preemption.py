@@ -257,17 +257,18 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     expected = tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=20), asked)
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 33)
     monkeypatch.setattr("tlt.engine.own.prefill._PART_TOKENS", 16)
-    engine, largest = make_engine(POLICY, Fixed(strategy), max_batch_size=20), 0
+    engine, sizes = make_engine(POLICY, Fixed(strategy), max_batch_size=20), list[int]()
     forward = engine.model.forward_capturing
 
     def watched(tokens_N: torch.Tensor, *rest: object) -> object:
-        nonlocal largest
-        largest = max(largest, len(tokens_N))
+        sizes.append(len(tokens_N))
         return forward(tokens_N, *rest)
 
     engine.model.forward_capturing = watched
     engine.add(asked)
     engine.memory.reserve(1, 1)
-    engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))
-    assert largest <= 33
+    read = engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))
+    assert max(sizes) <= 33
+    assert read is not None
+    assert (read.num_tokens, read.num_forwards) == (sum(sizes), len(sizes))
     assert tokens_of(engine, []) == expected
