@@ -233,7 +233,7 @@ def test_a_run_that_cannot_begin_says_what_it_was_doing_and_lets_go_of_its_folde
         raise UserError("the engine has no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("tlt.training.run.build_backend", fail)
+        patched.setattr("tlt.training.build.models.build_backend", fail)
         with pytest.raises(UserError, match="the engine has no room") as kept:
             train(load_config(sections), task=Digits())
     assert "loading model and problems" in capsys.readouterr().out
