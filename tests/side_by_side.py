@@ -25,7 +25,7 @@ from tlt.base.types import Request, Rollout
 from tlt.engine.backend import RolloutBackend
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
-from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""
@@ -56,9 +56,9 @@ class RandomLengths(StrategyTuner):
     def __init__(self, kind: str, max_depth: int, seed: int) -> None:
         self.kind, self.max_depth, self.random = kind, max_depth, random.Random(seed)
 
-    def choose(self, batch: BatchState) -> Strategy:
+    def choose(self, batch: BatchState) -> Choice:
         depth = self.random.randint(0, self.max_depth)
-        return Strategy(self.kind, depth, 1, depth) if depth else Strategy.OFF
+        return Choice(Strategy(self.kind, depth, 1, depth) if depth else Strategy.OFF)
 
 
 def answers(engine: RolloutBackend, requests: Sequence[Request]) -> Responses:

@@ -28,7 +28,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.params import BatchParams, truncate
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
-from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -179,8 +179,8 @@ class Switching(StrategyTuner):
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)
 
-    def choose(self, batch: BatchState) -> Strategy:
-        return self.random.choice(self.strategies)
+    def choose(self, batch: BatchState) -> Choice:
+        return Choice(self.random.choice(self.strategies))
 
 
 PARAMS = (

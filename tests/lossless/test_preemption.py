@@ -167,8 +167,8 @@ def test_the_shortest_leaves_first_and_comes_back_before_what_has_not_begun() ->
     waiting = engine.scheduler.waiting
     assert [s.request.problem_id for s in engine.running] == ["long"]
     assert [request.problem_id for request in waiting] == ["short", "fresh"]
-    assert waiting.first.token_ids
-    assert len(waiting.first.logprobs) == len(waiting.first.token_ids)
+    assert waiting[0].token_ids
+    assert len(waiting[0].logprobs) == len(waiting[0].token_ids)
     assert engine.room == 0
 
 

@@ -22,7 +22,7 @@ from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.cost_model import CostModel
-from tlt.speculation.tuner.protocol import ExpectedSpeeds, StrategyTuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed, default_arms
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
@@ -71,7 +71,7 @@ def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
 
 
 def test_a_tuner_that_may_use_references_changes_no_token() -> None:
-    arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"))
+    arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"), trees=False)
     assert {arm.depth for arm in arms if arm.uses_references} == {32, 64, 128, 256}
     engine = engine_with(CostModel(arms), KINDS)
     assert_plain(engine)
@@ -90,7 +90,8 @@ def test_a_long_chain_is_accepted_as_far_in_pieces_of_any_length(monkeypatch: py
 
 
 class Slow(Fixed):
-    expected = ExpectedSpeeds(otherwise=0.01)
+    def choose(self, batch: BatchState) -> Choice:
+        return Choice(self.strategy, otherwise=0.01)
 
 
 def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() -> None:

@@ -241,8 +241,8 @@ def test_a_server_that_drafts_blocks_gives_our_own_engine_s_tokens(own: Any, tmp
     from tests.vllm.serving import asks, serving
 
     start(BASE, tmp_path / "drafter", None)
-    drafting, prior = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
-    served = Served(BASE, "m", "float32", Adaptive(), ("learned",), drafting, BLOCK, prior)
+    drafting = for_server(BASE, tmp_path / "drafter", tmp_path / "out")
+    served = Served(BASE, "m", "float32", Adaptive(), ("learned",), drafting, BLOCK)
     told = [
         word if value is None else f"{word}={value}"
         for word, value in options(Installed((), True), served).items()

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.tuner.protocol import ReferenceDraft, ShadowDraft
+from tlt.speculation.tuner.protocol import ReferenceDraft
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,6 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Drafts for sequences with a reference: a response drawn earlier with the same noise."""
         return ()
 
-    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
-        """Outcomes of chains that retrieval would have drafted in steps where it was not asked, each reported
-        once."""
-        return ()
-
     def admit(self, slot: int, request: Request) -> None:
         """Starts a sequence; the slot's previous one is forgotten."""
 
@@ -181,9 +176,6 @@ class WrappingDrafter(Drafter[P]):
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
         return tuple(one for part in self.parts for one in part.reference_drafts(tokens))
 
-    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
-        return tuple(one for part in self.parts for one in part.shadow_drafts(tokens))
-
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
             part.admit(slot, request)
@@ -222,7 +214,7 @@ class WrappingDrafter(Drafter[P]):
 
 class LentDrafter(WrappingDrafter[Any]):
     """Drafts with another drafter, which does not learn meanwhile, except that retrieval keeps the responses'
-    texts and judges its own drafts in hindsight."""
+    texts."""
 
     def __init__(self, drafter: Drafter[Any]) -> None:
         super().__init__(drafter)

@@ -69,11 +69,6 @@ class DrafterShape:
         return Strategy.MAX_DEPTH
 
     @property
-    def weights_per_read(self) -> int:
-        """Weights of the matrices read once per committed token, without the head."""
-        raise NotImplementedError
-
-    @property
     def weights_per_draft(self) -> int:
         """Weights read once per draft."""
         raise NotImplementedError
@@ -107,20 +102,14 @@ class EagleShape(DrafterShape):
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
     @property
-    def weights_per_read(self) -> int:
-        return (
-            layer_weights(self.layer, max(len(self.layer_norms), 1)) + self.fc_size * self.layer.hidden_size
-        )
-
-    @property
     def weights_per_draft(self) -> int:
         return 0
 
     @property
     def weights_per_level(self) -> int:
         """eagle3's fc reads committed tokens alone."""
-        fc = self.fc_size * self.layer.hidden_size
-        return self.weights_per_read if self.method == "eagle" else self.weights_per_read - fc
+        fc = self.fc_size * self.layer.hidden_size if self.method == "eagle" else 0
+        return layer_weights(self.layer, max(len(self.layer_norms), 1)) + fc
 
 
 @dataclass(frozen=True)
@@ -145,11 +134,6 @@ class BlockShape(DrafterShape):
     @property
     def max_depth(self) -> int:
         return self.block_size - self.first_slot
-
-    @property
-    def weights_per_read(self) -> int:
-        c = self.layer
-        return (self.fc_size + c.num_layers * 2 * c.num_kv_heads * c.head_dim) * c.hidden_size
 
     @property
     def weights_per_draft(self) -> int:

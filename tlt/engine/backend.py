@@ -8,7 +8,8 @@ Every engine samples by the law (speculation/law/sampling.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,22 +18,12 @@ from torch import Tensor
 
 from tlt.base.records import TimedStep
 from tlt.base.spans import Span, SpanName
-from tlt.base.strategy import Strategy
 from tlt.base.types import Finished, Request, Rollout
 from tlt.drafter.protocol import Drafting
-from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, check_request
-from tlt.engine.sequence import Sequence as Running
 from tlt.engine.stats import EngineStats
-from tlt.engine.waiting import Waiting
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.protocol import (
-    BatchState,
-    ExpectedSpeeds,
-    RunningSequence,
-    StepOutcome,
-    StrategyTuner,
-)
+from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
 class Unfinished(Protocol):
@@ -85,8 +76,8 @@ class RolloutBackend(ABC):
     ) -> None:
         self.max_batch_size, self.window = max_batch_size, window
         self.tuner, self.on_span, self.decode = tuner, on_span, decode
-        self.stats, self.lengths = EngineStats(), Lengths()
-        self.waiting = Waiting()
+        self.stats = EngineStats()
+        self.waiting = deque[Request]()
 
     # ── the policy ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,7 +139,7 @@ class RolloutBackend(ABC):
 
     def withdraw_waiting(self, num: int) -> list[Request]:
         """Takes from the end of the queue."""
-        return [self.waiting.take_last() for _ in range(num)]
+        return [self.waiting.pop() for _ in range(num)]
 
     def abort(self) -> None:
         """By the law, the same requests give the same tokens later."""
@@ -166,8 +157,8 @@ class RolloutBackend(ABC):
             yield from (finished.rollout for finished in self.step())
 
     def without_side_effects(self, drafts: bool) -> AbstractContextManager[EngineStats]:
-        """Generates without side effects: tuner, drafter and expected lengths learn nothing, no span is
-        reported, and the yielded statistics are of this context alone.
+        """Generates without side effects: tuner and drafter learn nothing, no span is reported, and the
+        yielded statistics are of this context alone.
 
         drafts: False: as with speculation off.
         """
@@ -182,22 +173,9 @@ class RolloutBackend(ABC):
         captures: finished responses carry the captured target features, for drafter training.
         """
 
-    def _left(self, running: Iterable[tuple[Hashable, Running]]) -> tuple[tuple[RunningSequence, ...], float]:
-        """Returns also the expected tokens left per sequence, waiting requests' included."""
-        sequences = tuple(RunningSequence(name, self.lengths.left(one)) for name, one in running)
-        num_left = sum(one.num_left for one in sequences) + self.lengths.waiting(self.waiting.num_by_limit)
-        return sequences, num_left / len(sequences)
-
-    def _count_step(
-        self,
-        strategy: Strategy,
-        batch: BatchState,
-        outcome: StepOutcome,
-        start: float,
-        expected: ExpectedSpeeds,
-    ) -> None:
-        name, end = str(strategy), start + outcome.seconds
-        self.stats.record_step(name, outcome, batch.num_running, expected)
+    def _count_step(self, choice: Choice, batch: BatchState, outcome: StepOutcome, start: float) -> None:
+        name, end = str(choice.strategy), start + outcome.seconds
+        self.stats.record_step(choice, outcome, batch.num_running)
         is_steady = outcome.num_tokens > 0 and not batch.num_admitted
         self.stats.latest = TimedStep(name, batch.num_running, start, end) if is_steady else None
         if self.on_span is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tlt.base.records import TimedStep
-from tlt.speculation.tuner.protocol import NO_EXPECTATION, ExpectedSpeeds, StepOutcome
+from tlt.speculation.tuner.protocol import Choice, StepOutcome
 
 
 @dataclass
@@ -107,20 +107,14 @@ class EngineStats:
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
 
-    def record_step(
-        self,
-        strategy: str,
-        outcome: StepOutcome,
-        num_running: int,
-        expected: ExpectedSpeeds = NO_EXPECTATION,
-    ) -> None:
+    def record_step(self, choice: Choice, outcome: StepOutcome, num_running: int) -> None:
         self.num_steps += 1
         self.num_tokens += outcome.num_tokens
-        self.by_strategy[strategy].record(outcome)
-        if expected.chosen is not None:
+        self.by_strategy[str(choice.strategy)].record(outcome)
+        if choice.speed is not None:
             self.predicted_seconds += outcome.seconds
-        if expected.otherwise is not None:
-            self.won_seconds += outcome.num_tokens / expected.otherwise - outcome.seconds
+        if choice.otherwise is not None:
+            self.won_seconds += outcome.num_tokens / choice.otherwise - outcome.seconds
         self.sequence_seconds += num_running * outcome.seconds
 
     def record_reference(self, version: int, now: int, num_accepted: int) -> None:

@@ -14,7 +14,7 @@ from tests.lossless.helpers import make_engine, make_policy
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
-from tlt.speculation.tuner.protocol import StrategyTuner
+from tlt.speculation.tuner.protocol import Choice, StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed
 
 
@@ -106,9 +106,9 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
         def __init__(self, step: int) -> None:
             self.step, self.count = step, 0
 
-        def choose(self, batch: object) -> Strategy:
+        def choose(self, batch: object) -> Choice:
             self.count += 1
-            return Strategy.OFF if self.count <= self.step else Strategy("learned", 2, 1, 2)
+            return Choice(Strategy.OFF if self.count <= self.step else Strategy("learned", 2, 1, 2))
 
     engine = make_engine(policy, OnFrom(30))
     target_rows: list[int] = []

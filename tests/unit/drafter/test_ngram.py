@@ -12,20 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import Given, by_id, make_engine, make_policy, use_references
+from tests.lossless.helpers import Given, by_id, make_engine, make_policy
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, SamplingParams, Verdict
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.learned.drafter import LearnedProposal
 from tlt.drafter.drafting.retrieval import continuations, ngram, suffix_index
 from tlt.drafter.drafting.retrieval.ngram import NgramDrafter, NgramProposal
-from tlt.drafter.drafting.retrieval.references import References
 from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS, SuffixIndex
 from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.engine.stats import EngineStats
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.tuner.protocol import BatchState, ShadowDraft, StepOutcome
-from tlt.speculation.tuner.tuner import Fixed, default_arms
+from tlt.speculation.tuner.tuner import Fixed
 
 CPU = torch.device("cpu")
 CHAIN = Strategy("ngram", 4, 1, 4)
@@ -355,101 +353,6 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int) -> None:
         if width == 1:
             assert lengths[row] == found.num_nodes
             assert lengths[1 - row] == 5
-
-
-class Watching(Fixed):
-    """Remembers what it was told of verifications: those that were, and those of retrieval in hindsight."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.verified: list[tuple[int, int]] = []
-        self.shadow_drafts: list[tuple[int, int]] = []
-
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
-        self.verified += zip(outcome.drafted, outcome.accepted, strict=True)
-        self.shadow_drafts += [(chain.drafted, chain.accepted) for chain in batch.shadow_drafts]
-
-
-def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram") -> Watching:
-    tuner = Watching(strategy)
-    engine = make_engine(make_policy(std=0.05), tuner, "learned" if drafter == "ahead" else drafter)
-    if drafter == "ahead":
-        references = References()
-        for rollout in make_engine(make_policy(std=0.05)).generate(requests):
-            references.keep(requests[0].noise_key, rollout.token_ids)
-        use_references(engine, references)
-    for _ in engine.generate(requests):
-        pass
-    return tuner
-
-
-@pytest.mark.parametrize("other", ["off", "learned:4x1x4", "learned:3x2x6", "oracle"])
-@pytest.mark.parametrize("temperature", [0.0, 0.05])
-def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, other: str) -> None:
-    """Tokens do not depend on the drafter, so shadow_drafts finds the verifications that retrieval has when it
-    drafts. The last ones may be unfinished when the response ends. oracle: drafts 32 tokens of a reference a
-    step, of which shadow_drafts leaves some out."""
-    asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
-    real = watch(ShadowDraft.STRATEGY, asked)
-    if other == "oracle":
-        watched = watch(Strategy("ahead", 32, 1, 32), asked, "ahead")
-    else:
-        watched = watch(Strategy.parse(other), asked, "learned")
-    assert len(real.verified) > 15
-    assert len(watched.shadow_drafts) >= (ngram._MAX_LOOKS if other == "oracle" else len(real.verified) - 5)
-    num = ngram._MAX_LOOKS if other == "oracle" else len(watched.shadow_drafts)
-    assert watched.shadow_drafts[:num] == real.verified[:num]
-    assert max(accepted for _, accepted in watched.shadow_drafts) > 5
-
-
-def test_retrieval_is_judged_by_chains_as_deep_as_any_that_is_tried() -> None:
-    assert max(arm.depth for arm in default_arms(("ngram",))) == ShadowDraft.STRATEGY.depth
-
-
-def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
-    texts = [[10 * row + i % 7 for i in range(7 * 9)] for row in range(3)]
-    drafter, depth = whole_drafts(3), ShadowDraft.STRATEGY.depth
-    for slot in range(3):
-        drafter.admit(slot, request(f"p{slot}"))
-    grown = [[*text, *text[: depth + 1]] for text in texts]
-    assert drafter.shadow_drafts(texts) == (), "nothing was committed since"
-    assert drafter.shadow_drafts([text[:-1] for text in grown]) == (), (
-        "one more token belongs to a verification"
-    )
-    drafter.withdraw(1)
-    drafter.move(2, 1)
-    assert drafter.shadow_drafts([grown[0], grown[2]]) == (ShadowDraft(depth, depth),), (
-        "the others come and go"
-    )
-    drafter.withdraw(0)
-    drafter.move(1, 0)
-    assert drafter.shadow_drafts([grown[2]]) == (), "another sequence"
-    assert drafter.shadow_drafts([[*grown[2], grown[2][depth + 1], 0]]) == (ShadowDraft(depth, 1),), (
-        "one came as drafted"
-    )
-    drafter.withdraw(0)
-    drafter.admit(0, request("p1", 1))
-    assert drafter.shadow_drafts([[99] * 200]) == (), "and another one"
-
-
-def test_what_verdicts_have_judged_is_not_judged_in_hindsight() -> None:
-    drafter, text = whole_drafts(), [i % 7 for i in range(7 * 9)]
-    drafter.admit(0, request("p0"))
-    assert drafter.shadow_drafts([text]) == ()
-    propose(drafter, [text], CHAIN)
-    assert drafter.shadow_drafts([[*text, 0]]) == (), "the verdict has judged this chain"
-    assert drafter.shadow_drafts([[*text, 0]]) == (), "from here on shadow_drafts judges"
-    assert drafter.shadow_drafts([[*text, 0, 1, 9]]) == (ShadowDraft(ShadowDraft.STRATEGY.depth, 1),)
-
-
-def test_where_a_step_brings_more_than_is_looked_up_the_rest_is_left_out() -> None:
-    drafter, text, novel = whole_drafts(), list(range(9)), list(range(100, 150))
-    drafter.admit(0, request("p0"))
-    assert drafter.shadow_drafts([text]) == ()
-    found = drafter.shadow_drafts([[*text, *novel]])
-    assert found == (ShadowDraft(0, 0),) * ngram._MAX_LOOKS
-    assert drafter.shadow_drafts([[*text, *novel]]) == (), "from its end on"
-    assert drafter.shadow_drafts([[*text, *novel, 5]]) == (ShadowDraft(0, 0),)
 
 
 def longest_matches(texts: dict[int, list[int]], ending: list[int]) -> list[tuple[int, int, int]]:

@@ -51,7 +51,6 @@ from tlt.drafter.vocabulary import (
     check_wanted,
     sizes_of,
 )
-from tlt.engine.build.cost_prior import cost_prior
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.files import COUNTS
@@ -75,14 +74,6 @@ def zipf(num: int, seed: int, shift: int = 0, vocab: int = LARGE.vocab_size) -> 
     generator = torch.Generator().manual_seed(seed)
     weights_V = 1 / torch.arange(1, vocab + 1)
     return ((torch.multinomial(weights_V, num, True, generator=generator) + shift) % vocab).tolist()
-
-
-def test_a_tuner_takes_a_drafted_token_to_cost_what_the_first_draft_vocabulary_does() -> None:
-    shape = drafter_shape(LARGE)
-    whole, chosen, asked = (cost_prior(LARGE, shape, wanted) for wanted in ("full", "auto", 2048))
-    largest = sizes_of(costs_of(), "auto")[-1]
-    for prior, size in ((whole, LARGE.vocab_size), (chosen, largest), (asked, 2048)):
-        assert (prior.level - prior.read) / prior.head == pytest.approx(size / LARGE.vocab_size)
 
 
 # ── what is chosen ──────────────────────────────────────────────────────────────────────────────────────────

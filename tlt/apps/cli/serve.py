@@ -144,16 +144,15 @@ def _served(options: Serve, source: Source) -> Served:
     """Exports the drafter where vLLM reads another form."""
     from tlt.engine.vllm.server import Served
     from tlt.engine.vllm.strategies import vllm_kinds
-    from tlt.speculation.tuner.step_costs import UNKNOWN
 
     speculation = options.speculation or (Off() if source.drafter is None else Adaptive())
     kinds = vllm_kinds(speculation, source.drafter is not None)
-    drafting, prior = None, UNKNOWN
+    drafting = None
     if kinds == ("learned",):
         from tlt.engine.build.vllm import for_server
 
         assert source.drafter is not None, "it is learned"
-        drafting, prior = for_server(source.model, source.drafter, source.to)
+        drafting = for_server(source.model, source.drafter, source.to)
     elif kinds:
         from tlt.engine.build.vllm import NGRAM
 
@@ -166,6 +165,5 @@ def _served(options: Serve, source: Source) -> Served:
         kinds=kinds,
         drafter=drafting,
         max_draft_tokens=options.max_draft_tokens,
-        prior=prior,
         template_variables=source.template_variables,
     )

@@ -8,7 +8,7 @@ EngineSettings ─────────────────────�
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,6 @@ from tlt.drafter.formats.folder import StoredDrafter, load_drafter
 from tlt.drafter.forms import pack_drafter
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
 from tlt.engine.backend import RolloutBackend
-from tlt.engine.build.cost_prior import cost_prior
 from tlt.engine.build.model import Model, ModelFolder
 from tlt.engine.memory import automatic_bytes
 from tlt.engine.own.engine import RolloutEngine
@@ -92,7 +91,7 @@ def build_engine(
     verify: an audit passes a faulty one.
     decode: token ids → text, for stop texts.
     """
-    tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
+    tuner = tuner or _make_tuner(settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
         policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
         max_batch_size=settings.max_batch_size,
@@ -109,14 +108,12 @@ def build_engine(
 
 
 def _make_tuner(
-    config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
+    settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
-    prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
     return make_tuner(
         settings.speculation,
         kinds,
         settings.tuner,
-        prior=prior,
         learned_depth=Strategy.MAX_DEPTH if drafter is None else drafter.config.max_depth,
     )
 
@@ -145,7 +142,7 @@ def build_backend(
         config, tuner = model.config, None
         if references is not None:
             kinds = reference_kinds(drafter_kinds(drafter is not None))
-            tuner = _make_tuner(config, settings, drafter, kinds)
+            tuner = _make_tuner(settings, drafter, kinds)
         engine = build_engine(
             config,
             model.tensors,
@@ -190,7 +187,6 @@ def _build_vllm(
     if not isinstance(model, Model):
         return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
     learned = None if drafter is None else Learned(drafter, model.config)
-    plan = replace(plan, prior=cost_prior(model.config, None if drafter is None else drafter.config))
     return build_vllm(
         plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode
     )

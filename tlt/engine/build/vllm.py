@@ -18,7 +18,6 @@ from tlt.base.types import UserError
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import pack_drafter
-from tlt.engine.build.cost_prior import cost_prior
 from tlt.engine.build.model import open_model
 from tlt.engine.sequence import Decode
 from tlt.engine.vllm.check import check_law
@@ -30,8 +29,7 @@ from tlt.engine.vllm.strategies import draft_depths, vllm_kinds
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.files import read_json
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
-from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
-from tlt.speculation.tuner.tuner import Abilities, make_tuner
+from tlt.speculation.tuner.tuner import make_tuner
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
@@ -44,7 +42,6 @@ class VllmPlan:
     tuner: str
     trains: bool = False
     """The drafter is trained or measured here, which needs a copy of the policy in our layout."""
-    prior: CostPrior = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ def build_vllm(
         kinds or ("ngram",),
         plan.tuner,
         max_depth=depths[-1],
-        abilities=Abilities(trees=False, shadow_drafts=False),
-        prior=plan.prior,
+        trees=False,
     )
     engine = VllmEngine(
         link,
@@ -116,15 +112,14 @@ def build_vllm(
     return engine
 
 
-def for_server(model: Path, drafter: Path, out: Path) -> tuple[Mapping[str, Any], CostPrior]:
-    """Returns the drafter's part of vLLM's speculative_config, and its cost prior. Converts the drafter into
-    `out` if vLLM needs another form. Raises UserError where it does not fit the model."""
+def for_server(model: Path, drafter: Path, out: Path) -> Mapping[str, Any]:
+    """Returns the drafter's part of vLLM's speculative_config. Converts the drafter into `out` if vLLM needs
+    another form. Raises UserError where it does not fit the model."""
     target = open_model(model)
     stored = load_drafter(drafter, target.config, target.tensors)
     method = stored.config.method
-    prior = cost_prior(target.config, stored.config)
     if method == "eagle" and read_json(drafter / "config.json")["architectures"] == [ARCHITECTURE[method]]:
-        return {"method": method, "model": str(drafter)}, prior
+        return {"method": method, "model": str(drafter)}
     head_VE = target.tensors[Learned(stored, target.config).head]
     described = Target(str(model), target.config.architecture, head_VE)
-    return export_for_vllm(stored, described, out), prior
+    return export_for_vllm(stored, described, out)

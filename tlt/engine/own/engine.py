@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Slots
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tlt.base.spans import Span, SpanName
 from tlt.base.strategy import Strategy
-from tlt.base.types import DraftTree, Finished, Request, UserError, Verdict, id_of
+from tlt.base.types import DraftTree, Finished, Request, UserError, Verdict
 from tlt.base.uploads import upload
 from tlt.drafter.protocol import DraftContext, Drafter, LentDrafter, NoDrafter, Proposal
 from tlt.engine.backend import RolloutBackend
@@ -44,14 +44,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.draw import compiled_loops
 from tlt.speculation.law.tree import chain, layout
 from tlt.speculation.law.verify import Verify, verify
-from tlt.speculation.tuner.protocol import (
-    NO_EXPECTATION,
-    BatchState,
-    PrefillTime,
-    RunningSequence,
-    StepOutcome,
-    StrategyTuner,
-)
+from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
 class RolloutEngine(RolloutBackend):
@@ -88,7 +81,6 @@ class RolloutEngine(RolloutBackend):
         prepare_kernels(self.device, model.dtype)
         if self.device.type == "cpu":
             compiled_loops()
-        self._expected = NO_EXPECTATION
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,16 +130,16 @@ class RolloutEngine(RolloutBackend):
     @contextmanager
     def without_side_effects(self, drafts: bool) -> Iterator[EngineStats]:
         assert self.is_idle, "responses are generated aside between phases"
-        kept = self.tuner, self.drafter, self.stats, self.lengths, self.on_span
+        kept = self.tuner, self.drafter, self.stats, self.on_span
         self.tuner = deepcopy(self.tuner) if drafts else None
         self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
-        self.stats, self.lengths, self.on_span = EngineStats(), copy(self.lengths), None
+        self.stats, self.on_span = EngineStats(), None
         try:
             yield self.stats
         finally:
             self.abort()
             self.release()
-            self.tuner, self.drafter, self.stats, self.lengths, self.on_span = kept
+            self.tuner, self.drafter, self.stats, self.on_span = kept
             self.memory.drafter = self.drafter
 
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,21 +149,22 @@ class RolloutEngine(RolloutBackend):
         """Preempts what no longer fits, admits what does, and advances all that run by at least one token."""
         self._preempt()
         admissions = self.scheduler.admit(self.memory.fits_longer)
-        prefill_time = self._prefill(admissions) if admissions else None
+        if admissions:
+            self._prefill(admissions)
         ended = self._release_finished(captures)  # continued ones may already hold their last token
         if not self.running:
             return ended
         start = time.perf_counter()
-        batch = self._batch_state(sum(len(admission.slots) for admission in admissions), prefill_time)
-        strategy = self._choose(batch)
+        batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
+        choice = self._choose(batch)
+        strategy = choice.strategy
         proposal = self._propose(strategy)
         verdicts = self._verify(proposal.tree)
         kept = self._commit(strategy, proposal, verdicts)
-        self._record(start, batch, strategy, proposal, verdicts, kept)
+        self._record(start, batch, choice, proposal, verdicts, kept)
         return ended + self._release_finished(captures)
 
-    def _prefill(self, admissions: list[Admission]) -> PrefillTime | None:
-        """Returns None where nothing was read, or the device runs asynchronously."""
+    def _prefill(self, admissions: list[Admission]) -> None:
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -181,14 +174,9 @@ class RolloutEngine(RolloutBackend):
             # the cache is empty: it starts anew, without the room that an earlier long sequence needed
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
-        num_tokens, num_forwards = prefill(
-            self.model, self.cache, admissions, self.drafter.capture, self._on_read
-        )
-        end = time.perf_counter()
+        prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
         if self.on_span is not None:
-            self.on_span(Span(SpanName.PREFILL, start, end))
-        is_timed = num_tokens > 0 and self.device.type == "cpu"
-        return PrefillTime(num_tokens, num_forwards, end - start) if is_timed else None
+            self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
@@ -199,41 +187,25 @@ class RolloutEngine(RolloutBackend):
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
-            self.waiting.put_first(request)
+            self.waiting.appendleft(request)
             self.stats.num_preemptions += 1
             self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 
-    def _batch_state(self, num_admitted: int, prefill_time: PrefillTime | None) -> BatchState:
-        running, drafter = self.running, self.drafter
-        tokens = [s.tokens for s in running]
-        sequences: tuple[RunningSequence, ...] = ()
-        num_left = None
-        if self.tuner is not None:
-            sequences, num_left = self._left((id_of(one.request), one) for one in running)
+    def _batch_state(self, num_admitted: int) -> BatchState:
+        references = self.drafter.reference_drafts([s.tokens for s in self.running])
         return BatchState(
-            len(running),
-            sum(map(len, tokens)) / len(running),
-            self.model.version,
-            drafter.version,
-            num_admitted,
-            reference_drafts=drafter.reference_drafts(tokens),
-            shadow_drafts=drafter.shadow_drafts(tokens),
-            num_left=num_left,
-            prefill_time=prefill_time,
-            sequences=sequences,
+            len(self.running), self.model.version, self.drafter.version, num_admitted, references
         )
 
-    def _choose(self, batch: BatchState) -> Strategy:
-        self._expected = NO_EXPECTATION
+    def _choose(self, batch: BatchState) -> Choice:
         if self.tuner is None or not self.drafter.kinds:
-            return Strategy.OFF
+            return Choice(Strategy.OFF)
         if any(len(sequence.tokens) < 2 for sequence in self.running):
-            return Strategy.OFF  # no feature to draft from exists yet
-        strategy = self.tuner.choose(batch)
-        if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
-            return Strategy.OFF  # a draft is not worth a preemption
-        self._expected = self.tuner.expected
-        return strategy
+            return Choice(Strategy.OFF)  # no feature to draft from exists yet
+        choice = self.tuner.choose(batch)
+        if not self.memory.has_room(batch.num_running, self.scheduler.longest + choice.strategy.budget):
+            return Choice(Strategy.OFF)  # a draft is not worth a preemption
+        return choice
 
     def _batch_law(self) -> BatchLaw:
         if self._law is None:
@@ -287,12 +259,12 @@ class RolloutEngine(RolloutBackend):
         self,
         start: float,
         batch: BatchState,
-        strategy: Strategy,
+        choice: Choice,
         proposal: Proposal,
         verdicts: list[Verdict],
         kept: list[int],
     ) -> None:
-        drafts = () if strategy.is_off else verdicts
+        drafts = () if choice.strategy.is_off else verdicts
         accepted = tuple(verdict.num_accepted for verdict in drafts)
         drafted = tuple(verdict.num_drafted for verdict in drafts)
         if drafts:
@@ -303,12 +275,11 @@ class RolloutEngine(RolloutBackend):
             if version is not None:
                 self.stats.record_reference(version, self.model.version, num_accepted)
         followed = tuple(version is not None for version in proposal.references)
-        names = tuple(one.name for one in batch.sequences)
         seconds = time.perf_counter() - start
-        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed, names=names)
-        self._count_step(strategy, batch, outcome, start, self._expected)
+        outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed)
+        self._count_step(choice, batch, outcome, start)
         if self.tuner is not None:
-            self.tuner.observe(strategy, batch, outcome)
+            self.tuner.observe(choice.strategy, batch, outcome)
 
     def _release_finished(self, captures: bool) -> list[Finished]:
         finished = []
@@ -316,7 +287,6 @@ class RolloutEngine(RolloutBackend):
             sequence = self.running[slot]
             if sequence.finish_reason is None:
                 continue
-            self.lengths.note_ended(sequence)
             rollout = sequence.to_rollout(self.model.version)
             captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
             self.drafter.finish(slot, rollout)

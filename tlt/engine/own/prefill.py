@@ -40,29 +40,23 @@ def prefill(
     admissions: Sequence[Admission],
     capture: tuple[int, ...],
     on_read: OnRead,
-) -> tuple[int, int]:
-    """Reads admitted texts; the cache must have room. Returns (tokens read, forwards).
+) -> None:
+    """Reads admitted texts; the cache must have room.
 
     capture: see `forward_capturing`.
     """
-    num_tokens = num_forwards = 0
     for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
-        for admission, captured_TF, num_read in _read_first(model, cache, group, capture):
-            num_tokens += num_read
+        for admission, captured_TF in _read_first(model, cache, group, capture):
             on_read(admission.slots, 0, captured_TF)
             for start, later_TF in _read_on(model, cache, admission, capture):
                 on_read(admission.slots, start, later_TF)
-                num_tokens, num_forwards = num_tokens + later_TF.shape[0], num_forwards + 1
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
-        num_forwards += 1
-    return num_tokens, num_forwards
 
 
 def _read_first(
     model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
-) -> Iterator[tuple[Admission, Tensor, int]]:
-    """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text, its features, and its tokens
-    not shared with an earlier text."""
+) -> Iterator[tuple[Admission, Tensor]]:
+    """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text and its features."""
     texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
@@ -78,10 +72,9 @@ def _read_first(
     captured = iter(captured_NF.split([len(part) for part in parts]))
     for length, (first, *others) in shared:
         first_TF = next(captured)
-        yield group[first], first_TF, len(first_TF)
+        yield group[first], first_TF
         for i in others:
-            own_TF = next(captured)
-            yield group[i], torch.cat([first_TF[:length], own_TF]), len(own_TF)
+            yield group[i], torch.cat([first_TF[:length], next(captured)])
 
 
 def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:

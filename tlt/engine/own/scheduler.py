@@ -6,11 +6,12 @@ room. Running sequences fill slots 0..B-1 without gaps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tlt.base.types import Request
 from tlt.engine.sequence import Decode, Sequence
-from tlt.engine.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, waiting: Waiting, max_slots: int, window: int, decode: Decode | None = None) -> None:
+    def __init__(
+        self, waiting: deque[Request], max_slots: int, window: int, decode: Decode | None = None
+    ) -> None:
         self.waiting, self.max_slots, self.window, self.decode = waiting, max_slots, window, decode
         self.running: list[Sequence] = []
 
@@ -35,11 +38,11 @@ class Scheduler:
         admissions: list[Admission] = []
         longest = self.longest
         while self.waiting and len(self.running) < self.max_slots:
-            slot, request = len(self.running), self.waiting.first
+            slot, request = len(self.running), self.waiting[0]
             longest = max(longest, len(request.prompt_ids) + len(request.token_ids))
             if self.running and not fits(slot + 1, longest):
                 break
-            self.running.append(Sequence.start(self.waiting.take_first(), self.window, self.decode))
+            self.running.append(Sequence.start(self.waiting.popleft(), self.window, self.decode))
             tokens = tuple(self.running[slot].tokens)
             if admissions and admissions[-1].tokens == tokens:
                 admissions[-1] = Admission(tokens, (*admissions[-1].slots, slot))

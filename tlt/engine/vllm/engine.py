@@ -27,7 +27,7 @@ from tlt.engine.vllm.inside.law import RowLaw
 from tlt.engine.vllm.inside.verified import Verified
 from tlt.engine.vllm.link import Link
 from tlt.models.packed import PackedTransformer, layer_by_layer
-from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, StepOutcome, StrategyTuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class VllmEngine(RolloutBackend):
         self._reading: set[str] = set()
         """Sequences whose prompt vLLM is still reading."""
         self._numbers = itertools.count()
-        self._verifies = self._drafts = Strategy.OFF
+        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)
         """Strategies of a step: of the drafts that it verifies, made by the step before, and of the drafts
         that it makes for the next."""
 
@@ -107,7 +107,7 @@ class VllmEngine(RolloutBackend):
 
     def abort(self) -> None:
         super().abort()
-        self._verifies = self._drafts = Strategy.OFF
+        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)
 
     def release(self) -> None:
         assert self.is_idle
@@ -127,7 +127,7 @@ class VllmEngine(RolloutBackend):
         self._choose(batch)
         outputs = self.link.step()
         num_tokens = 0
-        rows: list[tuple[int, int, int, str]] = []  # drafted, accepted, kept, name
+        rows: list[tuple[int, int, int]] = []  # drafted, accepted, kept
         for name, (token_ids, logprobs) in outputs.items():
             verified = self.link.verified(name)
             num_drafted, num_accepted = len(verified.draft), verified.num_accepted
@@ -135,20 +135,20 @@ class VllmEngine(RolloutBackend):
             num_tokens += num_kept
             # finding no draft is an outcome of the strategy, too
             if num_drafted or not (self._verifies.is_off or name in self._reading):
-                rows.append((num_drafted, num_accepted, num_kept, name))
+                rows.append((num_drafted, num_accepted, num_kept))
         self._reading -= outputs.keys()
-        drafted, accepted, kept, names = zip(*rows, strict=True) if rows else ((),) * 4
+        drafted, accepted, kept = zip(*rows, strict=True) if rows else ((),) * 3
         if rows:
             self.stats.record_verifications(drafted, accepted, kept, max(drafted))
         seconds = time.perf_counter() - start
-        outcome = StepOutcome(num_tokens, accepted, drafted, seconds, names=names)
+        outcome = StepOutcome(num_tokens, accepted, drafted, seconds)
         self._account(self._verifies if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
         ended = []
         while self.waiting and len(self._running) < self.max_batch_size:
-            request, name = self.waiting.take_first(), f"tlt-{next(self._numbers)}"
+            request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
             if self.link.is_v2:  # it keeps drafts on the device
                 request = replace(request, drafts=None)
             sequence = Sequence.start(request, self.window, self.decode)
@@ -162,28 +162,18 @@ class VllmEngine(RolloutBackend):
         return ended
 
     def _batch_state(self) -> BatchState:
-        running = self._running.values()
-        mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.version
-        sequences, num_left = self._left(self._running.items())
-        return BatchState(
-            len(running),
-            mean_length,
-            self.policy_version,
-            version,
-            num_left=num_left,
-            sequences=sequences,
-        )
+        return BatchState(len(self._running), self.policy_version, version)
 
     def _choose(self, batch: BatchState) -> None:
         """A choice holds for at least two steps: the second both drafts and verifies by it."""
         if self.tuner is None:
             return
-        is_proven = self._verifies == self._drafts
-        self._verifies = self._drafts
+        is_proven = self._verifies == self._drafts.strategy
+        self._verifies = self._drafts.strategy
         if is_proven:
             self._drafts = self.tuner.choose(batch)
-        self.link.draft(min(self._drafts.depth, self.link.max_depth))
+        self.link.draft(min(self._drafts.strategy.depth, self.link.max_depth))
 
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
@@ -201,12 +191,11 @@ class VllmEngine(RolloutBackend):
     ) -> None:
         """The tuner learns only from steps that read no prompts."""
         is_typical = outcome.num_tokens > 0 and not read_prompts
-        is_steady = is_typical and strategy == self._drafts
-        expected = self.tuner.expected if self.tuner is not None and is_steady else NO_EXPECTATION
-        self._count_step(strategy, batch, outcome, start, expected)
+        is_steady = is_typical and strategy == self._drafts.strategy
+        self._count_step(self._drafts if is_steady else Choice(strategy), batch, outcome, start)
         self.stats.num_preemptions += self.link.take_preemptions()
         if self.tuner is not None and is_typical:
-            drafted_next = None if is_steady else self._drafts
+            drafted_next = None if is_steady else self._drafts.strategy
             self.tuner.observe(strategy, batch, dataclasses.replace(outcome, drafted_next=drafted_next))
 
     def _finish(self, captures: bool) -> list[Finished]:
@@ -214,7 +203,6 @@ class VllmEngine(RolloutBackend):
         finished = []
         for name in ended:
             sequence = self._running[name]
-            self.lengths.note_ended(sequence)
             captured_TF = self.link.captured(name, sequence.num_cached) if captures else None
             finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
         self._leave(ended)

@@ -23,10 +23,9 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.engine.vllm.environment import PLUGIN, read_facts
 from tlt.engine.vllm.inside.release import is_supported, supported
-from tlt.engine.vllm.inside.served import CONFIG_KEY, TUNED, to_json
+from tlt.engine.vllm.inside.served import CONFIG_KEY, TUNED
 from tlt.engine.vllm.settings import CPU_KV_GIB, speculative_config
 from tlt.engine.vllm.strategies import draft_depths
-from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 
 SPECULATIVE = ("--speculative-config", "-sc")
 """Both names of vLLM's option for drafts."""
@@ -56,7 +55,6 @@ class Served:
     """As in VllmSettings."""
     max_draft_tokens: int = 8
     """Longest draft that the tuner may choose."""
-    prior: CostPrior = UNKNOWN
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -139,14 +137,11 @@ def command(installed: Installed, served: Served, theirs: Sequence[str] = ()) ->
 def options(installed: Installed, served: Served) -> dict[str, str | None]:
     """A None is an option without a value."""
     is_adaptive = isinstance(served.speculation, Adaptive) and served.drafter is not None
-    law = dict[str, Any]()
-    if is_adaptive:
-        law["tuner"] = to_json(served.prior)
     found: dict[str, str | None] = {
         "--served-model-name": served.name,
         "--dtype": served.dtype,
         "--max-model-len": "auto",  # the model's window, or as much of it as the memory holds
-        "--additional-config": json.dumps({CONFIG_KEY: law}),
+        "--additional-config": json.dumps({CONFIG_KEY: {}}),
     }
     if installed.is_cpu:  # vLLM's own default is nearly all of the machine's memory
         found["--kv-cache-memory-bytes"] = str(int(CPU_KV_GIB * 2**30))

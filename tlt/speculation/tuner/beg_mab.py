@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.base.strategy import Strategy
-from tlt.speculation.tuner.protocol import BatchState, StepOutcome, StrategyTuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 _BUCKETS = ((1, 9, 64), (2, 5, 16), (5, 3, 8), (21, 1, 4))
 """Smallest batch size, as in the paper's code; fewest and most tokens verified."""
@@ -45,8 +45,8 @@ class BegMab(StrategyTuner):
             (bucket, arm): deque(maxlen=window) for bucket, (_, arms) in enumerate(groups) for arm in arms
         }
 
-    def choose(self, batch: BatchState) -> Strategy:
-        return self.decide(self.bucket(batch), self.rng.random(), self.rng.random())
+    def choose(self, batch: BatchState) -> Choice:
+        return Choice(self.decide(self.bucket(batch), self.rng.random(), self.rng.random()))
 
     def bucket(self, batch: BatchState) -> int:
         return max(i for i, (smallest, _) in enumerate(self.groups) if smallest <= batch.num_running)

@@ -10,23 +10,21 @@ No tuner reads a clock: seconds come with the outcomes of steps, randomness as a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tlt.base.speculation import Adaptive, Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.speculation.tuner.beg_mab import BegMab, groups_of
 from tlt.speculation.tuner.cost_model import CostModel
-from tlt.speculation.tuner.protocol import BatchState, StrategyTuner
-from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
+from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
 
 
 class Fixed(StrategyTuner):
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
-    def choose(self, batch: BatchState) -> Strategy:
-        return self.strategy
+    def choose(self, batch: BatchState) -> Choice:
+        return Choice(self.strategy)
 
 
 # ── the arms ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,7 +43,8 @@ def default_arms(
     """Returns the strategies worth trying.
 
     max_depth: most drafting steps that the engine allows.
-    trees: whether the engine verifies trees.
+    trees: whether the engine verifies trees. The cost model takes chains: where the law's noise is known, a
+        second candidate brings less than its row costs (benchmarks/results/tuner-ablation.md).
     learned_depth: most tokens that the learned drafter drafts one after the other.
     """
     arms = [Strategy.OFF]
@@ -65,17 +64,6 @@ def default_arms(
     return tuple(arm for arm in arms if arm.uses_references or arm.depth <= max_depth)
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """What an engine can do: verify trees, and report retrieval's drafts in hindsight."""
-
-    trees: bool = True
-    shadow_drafts: bool = True
-
-
-OURS = Abilities()
-
-
 def check_depth(strategy: Strategy, learned_depth: int) -> None:
     if strategy.depth > learned_depth:
         raise UserError(
@@ -89,15 +77,14 @@ def make_tuner(
     kinds: Sequence[str],
     name: str = "cost-model",
     max_depth: int = Strategy.MAX_DEPTH,
-    abilities: Abilities = OURS,
-    prior: CostPrior = UNKNOWN,
+    trees: bool = True,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
     """Returns None for Off. Raises UserError for a strategy whose drafter does not exist.
 
     kinds: of the drafters that exist, the preferred first.
     name: of the tuner behind Adaptive, cost-model or beg-mab.
-    max_depth, learned_depth: see `default_arms`.
+    max_depth, trees, learned_depth: see `default_arms`.
     """
     if isinstance(speculation, Off):
         return None
@@ -111,8 +98,7 @@ def make_tuner(
         if strategy.drafter == "learned":
             check_depth(strategy, learned_depth)
         return Fixed(strategy)
-    arms = default_arms(kinds, max_depth, abilities.trees, learned_depth)
     if name == "beg-mab":
-        return BegMab(groups_of(arms))
+        return BegMab(groups_of(default_arms(kinds, max_depth, trees, learned_depth)))
     assert name == "cost-model", name
-    return CostModel(arms, prior=prior, has_shadow_drafts=abilities.shadow_drafts)
+    return CostModel(default_arms(kinds, max_depth, False, learned_depth))

@@ -16,9 +16,8 @@ from tlt.apps.cli import main as cli
 from tlt.base.speculation import Adaptive, parse_speculation
 from tlt.engine.vllm import environment, server
 from tlt.engine.vllm.inside.release import is_supported, supported
-from tlt.engine.vllm.inside.served import TUNED, prior_of
+from tlt.engine.vllm.inside.served import TUNED
 from tlt.engine.vllm.server import Installed, Served, command, find_vllm
-from tlt.speculation.tuner.step_costs import UNKNOWN
 
 COUNTDOWN = Path(__file__).parents[4] / "recipes/countdown"
 GPU = Installed(("vllm", "serve"), is_cpu=False)
@@ -36,8 +35,7 @@ def test_the_command_sets_law_drafter_tuner_and_names() -> None:
     assert value(words, "--served-model-name") == "n"
     assert value(words, "--scheduler-cls") == TUNED
     assert "--no-async-scheduling" in words
-    law = json.loads(value(words, "--additional-config"))["tlt"]
-    assert prior_of(law) == UNKNOWN
+    assert json.loads(value(words, "--additional-config")) == {"tlt": {}}
     drafting = json.loads(value(words, "--speculative-config"))
     assert drafting["num_speculative_tokens"] == 4
     assert [depth for _, _, depth in drafting["num_speculative_tokens_per_batch_size"]] == [0, 1, 2, 3, 4]

@@ -6,7 +6,7 @@ import random
 import statistics
 
 from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
-from tests.unit.speculation.tuner.test_tuner import ALL, ARMS, Machine, play, share_of_best
+from tests.unit.speculation.tuner.test_tuner import ALL, ARMS, CHAINS, Machine, play, share_of_best
 from tlt.base.strategy import Strategy
 from tlt.speculation.tuner.beg_mab import BegMab, groups_of
 from tlt.speculation.tuner.cost_model import CostModel
@@ -19,7 +19,7 @@ GOOD = {"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}
 def test_it_prefers_the_best_median_of_its_own_bucket() -> None:
     a, b = Strategy("learned", 4, 1, 4), Strategy("learned", 8, 1, 8)
     mab = BegMab([(1, [a, b]), (5, [Strategy.OFF, a])], epsilon=0.0, window=5)
-    batch = BatchState(2, 10.0, 0, 0)
+    batch = BatchState(2, 0, 0)
     for reward_a, reward_b in (
         (3, 2),
         (3, 2),
@@ -29,14 +29,14 @@ def test_it_prefers_the_best_median_of_its_own_bucket() -> None:
     ):  # one lucky step of b changes no median
         for arm, reward in ((a, reward_a), (b, reward_b)):
             mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
-    assert mab.choose(batch) == a
+    assert mab.choose(batch).strategy == a
     for _ in range(9):  # what the step drafted is another arm's work
         mab.observe(b, batch, StepOutcome(4, (90, 90), (4, 4), 1.0, drafted_next=a))
-    assert mab.choose(batch) == a
+    assert mab.choose(batch).strategy == a
     for _ in range(3):
         mab.observe(a, batch, StepOutcome(4, (0, 0), (4, 4), 1.0))
-    assert mab.choose(batch) == b
-    assert mab.choose(BatchState(7, 10.0, 0, 0)) == Strategy.OFF, "the other bucket has seen nothing yet"
+    assert mab.choose(batch).strategy == b
+    assert mab.choose(BatchState(7, 0, 0)).strategy == Strategy.OFF, "the other bucket has seen nothing yet"
 
 
 def test_buckets_hold_several_arms_and_larger_batches_verify_fewer_tokens() -> None:
@@ -62,7 +62,7 @@ def test_on_the_same_machines_it_loses_more_to_the_best_arms_than_the_cost_model
     ours, theirs = [], []
     for seed in range(2):
         for shares, tuner in (
-            (ours, CostModel(ARMS)),
+            (ours, CostModel(CHAINS)),
             (theirs, BegMab(groups_of(ARMS), rng=random.Random(seed))),
         ):
             machine = Machine(GOOD, 25.0, seed)

@@ -31,7 +31,7 @@ def test_a_restored_tuner_chooses_as_the_one_before_would_have(name: str) -> Non
     again.restore(through_json(before.counters()))
     assert again.counters() == before.counters() != fresh.counters()
     sizes = random.Random(1).choices((1, 2, 7, 30), k=60)  # of another policy: the evidence ages
-    chosen = [[tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes] for tuner in (before, again)]
+    chosen = [[tuner.choose(BatchState(size, 3, 2)) for size in sizes] for tuner in (before, again)]
     assert chosen[0] == chosen[1]
     assert len({*chosen[0]}) > 1
 

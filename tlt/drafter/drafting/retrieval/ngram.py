@@ -28,25 +28,12 @@ from tlt.drafter.drafting.retrieval.continuations import (
 from tlt.drafter.drafting.retrieval.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculation.law.tree import chain
-from tlt.speculation.tuner.protocol import ShadowDraft
 
 _KEEP = 0.99
 """Factor by which counts of acceptance fade per draft."""
 
-_MAX_LOOKS = 8
-"""Most chains judged in hindsight per step."""
-
 DEFAULT_MAX_TOKENS = 200_000
 """Bounds the tokens of all indexes, about 60 bytes each; the least recently used problems leave first."""
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A chain that retrieval would draft, judged once its sequence has grown."""
-
-    start: int
-    """Length of the sequence then."""
-    retrieved: Retrieved
 
 
 @dataclass(frozen=True)
@@ -67,8 +54,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         self.max_tokens = max_tokens
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
-        self.watched: _Watched | None = None
-        self._is_asked = False
         # by bucket: tokens accepted, tokens tried; the prior is Beta(1, 1)
         self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]
 
@@ -77,32 +62,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         return sum(index.num_tokens for index in self.problems.values())
 
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def shadow_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ShadowDraft, ...]:
-        """Judges the sequence in the first slot while retrieval does not draft. Ranking without the law's
-        noise makes retrieval look a little worse."""
-        if self._is_asked:  # its verdicts are observed
-            self._is_asked, self.watched = False, None
-            return ()
-        text, found = tokens[0], []
-        watched = self.watched or self._watch(text)
-        for _ in range(_MAX_LOOKS):
-            nodes, start = watched.retrieved.nodes, watched.start
-            came = text[start : start + len(nodes) + 1]
-            accepted, has_failed = walk(nodes, came)
-            if not has_failed and len(came) <= len(nodes):
-                self.watched = watched  # right so far
-                break
-            self._count(watched.retrieved, accepted, has_failed)
-            found.append(ShadowDraft(len(nodes), accepted))
-            watched = self._watch(text[: start + accepted + 1])
-        else:
-            self.watched = None
-        return tuple(found)
-
-    def _watch(self, text: Sequence[int]) -> _Watched:
-        trie, length = self._continuations(0, text, ShadowDraft.STRATEGY)
-        return _Watched(len(text), Retrieved(match_bucket(length), grow(trie, ShadowDraft.STRATEGY)))
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.setdefault(request.problem_id, SuffixIndex())
@@ -136,17 +95,14 @@ class NgramDrafter(Drafter[NgramProposal]):
         index, text = self._text(slot)
         index.close(text)
         self.slots[slot] = None
-        self.watched = self.watched if slot else None
 
     def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
         for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
-            self._count(row, *walk(row.nodes, verdict.tokens))
-
-    def _count(self, retrieved: Retrieved, accepted: int, has_failed: bool) -> None:
-        if retrieved.nodes:
-            successes, tried = self.hits[retrieved.bucket]
-            tried = _KEEP * tried + accepted + has_failed
-            self.hits[retrieved.bucket] = [_KEEP * successes + accepted, tried]
+            if row.nodes:
+                accepted, has_failed = walk(row.nodes, verdict.tokens)
+                successes, tried = self.hits[row.bucket]
+                tried = _KEEP * tried + accepted + has_failed
+                self.hits[row.bucket] = [_KEEP * successes + accepted, tried]
 
     # ── across restarts ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,7 +134,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> NgramProposal:
         """Retrieves for discarded rows, too: `observe` compares with the tokens that other drafts led to."""
-        self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)
         rows = [grow(trie, strategy) for trie, _ in tries]

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from typing import Any
 
 from tlt.base.types import UserError
 from tlt.engine.vllm.inside.law import RowLaw
 from tlt.engine.vllm.inside.release import check_installed
-from tlt.speculation.tuner.step_costs import UNKNOWN, CostPrior
 
 CONFIG_KEY = "tlt"
 """The law's key in vLLM's `additional_config`.
 
-    {"tau": the drafter's temperature, "captures": whether features are captured, "tuner": CostPrior}
+    {"tau": the drafter's temperature, "captures": whether features are captured}
 """
 
 TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
@@ -28,20 +25,6 @@ TUNED = "tlt.engine.vllm.inside.tuned.TunedScheduler"
 
 SEED_BITS = 62
 """Bits of a drawn seed. vLLM adds 1, 2, … to it for `n` > 1, in 64 bits."""
-
-
-def prior_of(law: Mapping[str, Any]) -> CostPrior:
-    """Reads the law's key `tuner`. Raises UserError."""
-    try:
-        return CostPrior(**{name: float(size) for name, size in law.get("tuner", {}).items()})
-    except (AttributeError, TypeError, ValueError):
-        takes = f"it takes {', '.join(asdict(UNKNOWN))}, and {{}} for the defaults"
-        raise UserError(f"additional_config: {CONFIG_KEY}.tuner is {law['tuner']!r}; {takes}") from None
-
-
-def to_json(prior: CostPrior) -> dict[str, float]:
-    """The inverse of `prior_of`."""
-    return {name: float(f"{size:.4g}") for name, size in asdict(prior).items() if size is not None}
 
 
 def law_config(config: Any) -> dict[str, Any] | None:
@@ -58,10 +41,9 @@ def check_server(config: Any) -> None:
     given = law_config(config)
     if given is None:
         return
-    if not isinstance(given, dict) or given.keys() - {"tau", "captures", "tuner"}:
-        takes = "it takes tau, captures and tuner, and {} for the defaults"
+    if not isinstance(given, dict) or given.keys() - {"tau", "captures"}:
+        takes = "it takes tau and captures, and {} for the defaults"
         raise UserError(f"additional_config: {CONFIG_KEY} is {given!r}; {takes}")
-    prior_of(given)
     if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
         raise UserError(f"additional_config: {CONFIG_KEY}.tau is {tau!r}; it must be above 0")
     check_installed()

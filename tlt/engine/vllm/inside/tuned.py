@@ -1,14 +1,11 @@
 """vLLM's scheduler with TLT's tuner, for a server: before every step it chooses the draft length.
 
-    schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ seconds, accepted drafts ─▶ observe
-
-Requests keep coming, so the tuner plans for its whole horizon instead of for the tokens that are left.
+schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ seconds, accepted drafts ─▶ observe
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +16,8 @@ from tlt.base.speculation import Adaptive
 from tlt.base.strategy import Strategy
 from tlt.engine.stats import EngineStats
 from tlt.engine.vllm.inside.scheduler import LengthScheduler
-from tlt.engine.vllm.inside.served import law_config, prior_of
-from tlt.speculation.tuner.protocol import NO_EXPECTATION, BatchState, RunningSequence, StepOutcome
-from tlt.speculation.tuner.tuner import Abilities, make_tuner
+from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome
+from tlt.speculation.tuner.tuner import make_tuner
 
 logger = init_logger("vllm.tlt")
 
@@ -39,12 +35,11 @@ class TunedScheduler(LengthScheduler):
             Adaptive(),
             (kind,),
             max_depth=max(length for *_, length in lengths),
-            abilities=Abilities(trees=False, shadow_drafts=False),
-            prior=prior_of(law_config(config) or {}),
+            trees=False,
         )
         assert tuner is not None, "it is adaptive"
         self.tuner = tuner
-        self._verifies = self._drafts = Strategy.OFF  # as in engine.py
+        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)  # as in engine.py
         self._began = 0.0
         self._batch: BatchState | None = None
         """The batch of this step; None: the step also reads prompts, and the tuner does not learn from it."""
@@ -52,17 +47,17 @@ class TunedScheduler(LengthScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._began = time.perf_counter()
-        is_proven = self._verifies == self._drafts  # a choice holds for two steps
-        self._verifies = self._drafts
+        is_proven = self._verifies == self._drafts.strategy  # a choice holds for two steps
+        self._verifies = self._drafts.strategy
         if self.running and is_proven:
-            self._drafts = self.tuner.choose(_batch_of(self.running))
-        self.num_to_draft = self._drafts.depth
+            self._drafts = self.tuner.choose(BatchState(len(self.running), 0, 0))
+        self.num_to_draft = self._drafts.strategy.depth
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
         self._batch = None
         if counts and is_decode and not output.scheduled_new_reqs:
-            self._batch = _batch_of([self.requests[name] for name in counts])
+            self._batch = BatchState(len(counts), 0, 0)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -77,18 +72,17 @@ class TunedScheduler(LengthScheduler):
     def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
         verified = self._verifies
         rows = [
-            (num - 1, len(self.verified[name].draft) if name in self.verified else 0, name)
+            (num - 1, len(self.verified[name].draft) if name in self.verified else 0)
             for name, num in num_sampled.items()
             if num and (name in self.verified or not verified.is_off)
         ]
-        accepted, drafted, names = zip(*rows, strict=True) if rows else ((), (), ())
-        outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds, names=names)
+        accepted, drafted = zip(*rows, strict=True) if rows else ((), ())
+        outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds)
         strategy = verified if rows else Strategy.OFF
-        is_steady = strategy == self._drafts
-        expected = self.tuner.expected if is_steady else NO_EXPECTATION
-        self._stats.record_step(str(strategy), outcome, batch.num_running, expected)
+        is_steady = strategy == self._drafts.strategy
+        self._stats.record_step(self._drafts if is_steady else Choice(strategy), outcome, batch.num_running)
         if outcome.num_tokens > 0:
-            drafted_next = None if is_steady else self._drafts
+            drafted_next = None if is_steady else self._drafts.strategy
             self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:
@@ -102,12 +96,3 @@ class TunedScheduler(LengthScheduler):
             f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1])
         )
         logger.info("Tuner: share of the time by drafts: %s", told)
-
-
-def _batch_of(requests: Sequence[Any]) -> BatchState:
-    lengths = [request.num_tokens for request in requests]
-    sequences = tuple(
-        RunningSequence(request.request_id, request.max_tokens - request.num_output_tokens)
-        for request in requests
-    )
-    return BatchState(len(lengths), sum(lengths) / len(lengths), 0, 0, sequences=sequences)
