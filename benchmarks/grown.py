@@ -30,7 +30,7 @@ from tlt.base.config.schema import Config
 from tlt.base.types import Request, SamplingParams, UserError
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
 from tlt.drafter.shape import DrafterShape
-from tlt.engine.build.engine import EngineSettings, build_engine, load_stored_drafter
+from tlt.engine.build.engine import build_engine, load_stored_drafter
 from tlt.engine.build.model import (
     Model,
     adapter_folder,
@@ -39,6 +39,7 @@ from tlt.engine.build.model import (
     model_folder,
     open_model,
 )
+from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash, expected_shapes, save_model

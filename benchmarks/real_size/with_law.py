@@ -27,8 +27,9 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Rollout, SamplingParams, resolve_dtype
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
-from tlt.engine.build.engine import EngineSettings, build_backend, build_engine, load_stored_drafter
+from tlt.engine.build.engine import build_backend, build_engine, load_stored_drafter
 from tlt.engine.build.model import Model, open_model
+from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.protocol import StrategyTuner

@@ -15,8 +15,9 @@ from benchmarks.longtail import hash_model, make_longtail, measure_lengths, writ
 from tlt.base.speculation import Adaptive
 from tlt.base.types import Problem, SamplingParams
 from tlt.drafter.formats.folder import load_drafter
-from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.engine.build.engine import build_engine
 from tlt.engine.build.model import load_model
+from tlt.engine.settings import EngineSettings
 from tlt.tasks.base import get_task
 
 HERE = Path(__file__).parent

@@ -20,8 +20,9 @@ from tests.vllm.children import BASE, DEPTH
 from tlt.base.config.vllm import VllmSection
 from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request
-from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import load_model
+from tlt.engine.settings import EngineSettings
 
 Drafts = dict[tuple[str, int], tuple[int, ...]]
 """By problem and number of tokens before the draft."""

@@ -25,8 +25,9 @@ from tests.side_by_side import Responses, answers, interpret_triton, random_leng
 from tlt.base.config.vllm import VllmSection
 from tlt.base.speculation import parse_speculation
 from tlt.base.types import Request, SamplingParams
-from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import load_model
+from tlt.engine.settings import EngineSettings
 from tlt.tasks.base import make_problems
 
 BASE, DEPTH = Path("recipes/countdown/base"), 4

@@ -82,7 +82,8 @@ def test_two_workers_share_a_model_and_its_eagle3_drafter(tmp_path: Path) -> Non
 
 def test_a_cache_that_holds_no_whole_response_is_refused_in_one_line(tmp_path: Path) -> None:
     from tlt.base.config.vllm import VllmSection
-    from tlt.engine.build.engine import EngineSettings, load_engine
+    from tlt.engine.build.engine import load_engine
+    from tlt.engine.settings import EngineSettings
 
     model = make_checkpoint("llama", tmp_path / "model")
     section = VllmSection(compile=False)

@@ -20,8 +20,9 @@ from tests.refused import refused
 from tests.vllm.parts import served
 from tests.vllm.serving import BASE, DRAFTER, LAW, ROOT, asks, client_of, export_eagle, serving
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
-from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import load_model
+from tlt.engine.settings import EngineSettings
 
 pytestmark = served
 

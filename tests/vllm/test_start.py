@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from tests.vllm.parts import BASE, in_vllm
+from tlt.engine.settings import EngineSettings
 from tlt.engine.vllm.settings import VllmSettings
 
 pytestmark = in_vllm
@@ -17,7 +16,7 @@ def test_vllm_captures_graphs_for_every_draft_length_also_where_one_sequence_run
 
     drafter = {"method": "eagle", "model": "drafter"}
     for depths in ((0, 6), (0, 1, 2, 3, 4, 6, 8)):
-        settings = VllmSettings(BASE, torch.float32, 1, 64, drafter=drafter, depths=depths)
+        settings = VllmSettings(BASE, EngineSettings(max_batch_size=1), 64, drafter, depths)
         made = arguments(settings)
         asked = made["speculative_config"]
         lengths = build_dynamic_sd_schedule_lookup(

@@ -34,8 +34,9 @@ from tlt.base.speculation import parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Response, SamplingParams, UserError, checked, id_of, resolve_dtype
 from tlt.engine.backend import RolloutBackend
-from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import ModelFolder, load_model_for, resolve_device
+from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
 from tlt.models.hf.prompts import check_max_tokens, encode_prompts, make_requests
 from tlt.tasks.base import Task

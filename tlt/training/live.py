@@ -37,7 +37,8 @@ from tlt.base.types import (
     resolve_dtype,
 )
 from tlt.drafter.formats.folder import load_drafter
-from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.engine.build.engine import build_engine
+from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
 from tlt.models.hf.module import module_config, module_tensors, unwrap
 from tlt.models.hf.prompts import read_ids

@@ -31,7 +31,8 @@ from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, 
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
-from tlt.engine.build.engine import EngineSettings, _make_tuner
+from tlt.engine.build.engine import _make_tuner
+from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.config import load_model_config

@@ -23,9 +23,10 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, UserError, Verdict
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedProposal, OnVerdicts
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.engine.build.engine import EngineSettings, build_engine, build_learned
+from tlt.engine.build.engine import build_engine, build_learned
 from tlt.engine.build.model import Model
 from tlt.engine.own.engine import RolloutEngine
+from tlt.engine.settings import EngineSettings
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.verify import Noise, Verify, verify
 from tlt.speculation.tuner.tuner import Fixed

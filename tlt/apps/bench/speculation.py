@@ -17,8 +17,9 @@ from tlt.base.speculation import Adaptive, Off
 from tlt.base.types import Request, SamplingParams, id_of
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
-from tlt.engine.build.engine import EngineSettings, build_backend, build_engine
+from tlt.engine.build.engine import build_backend, build_engine
 from tlt.engine.build.model import Model, ModelFolder
+from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
 from tlt.training.report.ratio import Ratio
 

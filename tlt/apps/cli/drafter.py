@@ -228,7 +228,8 @@ def _read(file: Path, config: ModelConfig) -> list[Rollout]:
 
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
     """No learned drafter drafts here."""
-    from tlt.engine.build.engine import EngineSettings, build_engine
+    from tlt.engine.build.engine import build_engine
+    from tlt.engine.settings import EngineSettings
 
     assert options.prompts is not None, "responses or prompts are given"
     settings = EngineSettings(Adaptive(), max_batch_size=_ANSWERS_AT_A_TIME)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
 
     from tlt.engine.backend import RolloutBackend
-    from tlt.engine.build.engine import EngineSettings
+    from tlt.engine.settings import EngineSettings
 
 
 class SamplingOptions(SamplingSection, Options):
@@ -83,7 +83,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
         return None if self.drafter is None else resolve_model(self.drafter)
 
     def engine_settings(self, speculation: Speculation, window: int | None = None) -> EngineSettings:
-        from tlt.engine.build.engine import EngineSettings
+        from tlt.engine.settings import EngineSettings
 
         return EngineSettings(
             speculation,

@@ -8,17 +8,12 @@ EngineSettings ─────────────────────�
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-import torch
 from torch import Tensor
 
-from tlt.base.config.drafter import DrafterSection
-from tlt.base.config.vllm import VllmSection
 from tlt.base.spans import Span
-from tlt.base.speculation import Off, Speculation
+from tlt.base.speculation import Off
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
@@ -30,45 +25,15 @@ from tlt.drafter.forms import pack_drafter
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.build.model import Model, ModelFolder
-from tlt.engine.memory import automatic_bytes
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Decode
-from tlt.engine.vllm.inside.law import DEFAULT_TAU
+from tlt.engine.settings import EngineSettings
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.verify import Verify
 from tlt.speculation.law.verify import verify as verify_by_the_law
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import make_tuner
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """tuner: of adaptive speculation, "cost-model" or "beg-mab".
-    borrows: share the policy's tensors where the layout allows.
-    kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
-    window: tokens of the longest sequence; None: the model's.
-    own_process: of vLLM's worker, as several vLLMs in one process need; features are then computed again for
-        the drafter's training instead of captured.
-    """
-
-    speculation: Speculation = field(default_factory=Off)
-    tuner: str = "cost-model"
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    max_batch_size: int = 64
-    drafting: DrafterSection = field(default_factory=DrafterSection)
-    borrows: bool = False
-    kv_gib: float | None = None
-    num_ranks: int = 1
-    engine: Literal["tlt", "vllm"] = "tlt"
-    vllm: VllmSection = field(default_factory=VllmSection)
-    window: int | None = None
-    own_process: bool = False
-
-    def cache_bytes(self) -> int:
-        device = torch.device(self.device)
-        return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
 
 
 def build_engine(
@@ -157,39 +122,9 @@ def build_backend(
             engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
-    return _build_vllm(model, settings, drafter, on_span)
+    from tlt.engine.build.vllm import build_vllm
 
-
-def _build_vllm(
-    model: ModelFolder,
-    settings: EngineSettings,
-    drafter: StoredDrafter | None,
-    on_span: Callable[[Span], None] | None,
-) -> RolloutBackend:
-    from tlt.engine.build.vllm import Learned, VllmPlan, build_vllm
-    from tlt.engine.vllm.link import needs_own_process
-    from tlt.engine.vllm.settings import VllmSettings
-
-    drafting, window = settings.drafting, model.config.max_positions
-    vllm = VllmSettings(
-        model.path,
-        settings.dtype,
-        settings.max_batch_size,
-        window if settings.window is None else min(settings.window, window),
-        settings.kv_gib,
-        device_index=torch.device(settings.device).index or 0,
-        tau=DEFAULT_TAU,
-        captures=drafting.train,
-        section=settings.vllm,
-        own_process=settings.own_process or needs_own_process(),
-    )
-    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
-    if not isinstance(model, Model):
-        return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
-    learned = None if drafter is None else Learned(drafter, model.config)
-    return build_vllm(
-        plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode
-    )
+    return build_vllm(model, settings, drafter, on_span=on_span)
 
 
 def load_engine(

@@ -48,7 +48,7 @@ class Link:
 
     def __init__(self, settings: VllmSettings) -> None:
         check_installed()
-        self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
+        self.settings, self.dtype, self.max_depth = settings, settings.asked.dtype, settings.max_depth
         self._num_threads = torch.get_num_threads()
         self._internal_ids: dict[str, str] = {}
         """Our name → vLLM's."""
@@ -71,7 +71,7 @@ class Link:
 
     @property
     def captures(self) -> bool:
-        return self.settings.captures and self.settings.is_in_process and not self.is_v2
+        return self.settings.captures and not self.is_v2
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 

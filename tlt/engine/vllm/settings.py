@@ -1,44 +1,37 @@
-"""Settings of a vLLM engine. Imports no vLLM."""
+"""What a vLLM is started with. Imports no vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tlt.base.config.vllm import VllmSection
+from tlt.engine.settings import EngineSettings
 from tlt.engine.vllm.inside.law import DEFAULT_TAU
 from tlt.engine.vllm.transfer import Way, choose_way
 
 CPU_KV_GIB = 1.0
+"""For keys and values on a CPU, where nothing else is asked for; on a GPU it is vLLM's share."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
     model: Path
     """A checkpoint folder."""
-    dtype: torch.dtype
-    max_batch_size: int
+    asked: EngineSettings
     window: int
     """Positions of the longest sequence, prompt included."""
-    kv_gib: float | None = None
-    """For keys and values; None: vLLM's share of a GPU, CPU_KV_GIB on a CPU."""
-    section: VllmSection = field(default_factory=VllmSection)
     drafter: Mapping[str, Any] | None = None
     """Its part of vLLM's speculative_config, a block drafter's with its length; None: no speculation."""
     depths: tuple[int, ...] = (0,)
     """Draft lengths to choose from, rising from 0."""
     tau: float = DEFAULT_TAU
     """See LawTable."""
-    captures: bool = False
-    """Features are captured for the drafter's training."""
     own_process: bool = False
     """See `needs_own_process`."""
-    device_index: int = 0
-    """Of this process's GPU, or of its group of tensor_parallel GPUs."""
 
     @property
     def max_depth(self) -> int:
@@ -46,13 +39,23 @@ class VllmSettings:
 
     @property
     def is_in_process(self) -> bool:
-        return self.section.tensor_parallel == 1 and not self.own_process
+        return self.asked.vllm.tensor_parallel == 1 and not self.own_process
+
+    @property
+    def captures(self) -> bool:
+        """Features are captured for the drafter's training."""
+        return self.asked.drafting.train and self.is_in_process
+
+    @property
+    def device_index(self) -> int:
+        """Of this process's GPU, or of its group of tensor_parallel GPUs."""
+        return torch.device(self.asked.device).index or 0
 
     @property
     def way(self) -> Way:
         """Raises UserError where the user's choice is impossible."""
         is_cuda = torch.cuda.is_available()
-        return choose_way(self.section, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
+        return choose_way(self.asked.vllm, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
 
 
 def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int]) -> dict[str, Any] | None:

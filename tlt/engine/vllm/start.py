@@ -36,25 +36,24 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
     is_cuda = torch.cuda.is_available()
-    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else CPU_KV_GIB
+    asked = settings.asked
+    kv_gib = asked.kv_gib if asked.kv_gib is not None or is_cuda else CPU_KV_GIB
     return {
         "model": str(settings.model),
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": str(asked.dtype).removeprefix("torch."),
         "max_model_len": settings.window,
         # our engine never sends more than max_batch_size, but vLLM captures graphs for the draft lengths that
         # its table names up to this size, one length a size
-        "max_num_seqs": max(settings.max_batch_size, len(settings.depths)),
-        "tensor_parallel_size": settings.section.tensor_parallel,
+        "max_num_seqs": max(asked.max_batch_size, len(settings.depths)),
+        "tensor_parallel_size": asked.vllm.tensor_parallel,
         **(gpu_arguments(settings) if is_cuda else {}),
         "distributed_executor_backend": "uni" if settings.is_in_process else "mp",
         "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
-        "enforce_eager": not settings.section.compile,
-        "enable_prefix_caching": settings.section.prefix_caching,
+        "enforce_eager": not asked.vllm.compile,
+        "enable_prefix_caching": asked.vllm.prefix_caching,
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings.drafter, settings.depths),
-        "additional_config": {
-            CONFIG_KEY: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}
-        },
+        "additional_config": {CONFIG_KEY: {"tau": settings.tau, "captures": settings.captures}},
         "weight_transfer_config": {"backend": "ipc"} if settings.way == "ipc" else None,
         "worker_extension_cls": "tlt.engine.vllm.inside.worker.TltWorker",
         "scheduler_cls": LengthScheduler,
@@ -71,7 +70,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's default share of memory, nine tenths of all, ignores the trained policy, which is there
     already."""
-    size = settings.section.tensor_parallel
+    size = settings.asked.vllm.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)
     share = {"gpu_memory_utilization": GPU_SHARE * free / total}

@@ -6,7 +6,7 @@ import torch
 
 from tlt.base.config.schema import Config
 from tlt.base.types import resolve_dtype
-from tlt.engine.build.engine import EngineSettings
+from tlt.engine.settings import EngineSettings
 from tlt.training.build.ranks import local_ranks
 
 

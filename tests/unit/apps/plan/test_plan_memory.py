@@ -26,7 +26,8 @@ from tlt.base.types import UserError
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.engine.build.engine import EngineSettings, build_engine
+from tlt.engine.build.engine import build_engine
+from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.config import load_model_config

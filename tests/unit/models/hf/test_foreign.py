@@ -32,8 +32,9 @@ from tlt.apps.run import start
 from tlt.base.config.load import load_config
 from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
-from tlt.engine.build.engine import EngineSettings, load_engine
+from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import Model, load_model_for
+from tlt.engine.settings import EngineSettings
 from tlt.engine.vllm.inside import release
 
 ROOT = Path(__file__).parents[4]
