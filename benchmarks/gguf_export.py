@@ -25,7 +25,7 @@ from torch import Tensor
 from tlt.base.io.files import check_output_file
 from tlt.base.types import UserError, resolve_dtype
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.gguf import require_gguf
 from tlt.models.hf.weights import StoredTensors, expected_shapes
 

@@ -25,7 +25,7 @@ import numpy as np
 from tlt.base.io.files import write_atomically
 from tlt.base.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
 from tlt.engine.own.engine import RolloutEngine
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import content_hash, load_tensors
 
 P95, MAX = 4.0, 10.0

@@ -19,8 +19,8 @@ from tlt.drafter.formats.folder import StoredDrafter, load_shape
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.build.engine import build_backend, build_engine, load_stored_drafter
 from tlt.engine.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
-from tlt.models.hf.config import load_model_config
-from tlt.models.packed import PackedTransformer
+from tlt.models.hf.families import load_model_config
+from tlt.models.target import Target
 from tlt.training.build.policy import master_dtype
 from tlt.training.build.problems import load_problems, problems_of_step
 from tlt.training.build.run_engine import engine_settings
@@ -42,7 +42,7 @@ class Subject:
         untrained = settings.drafting.model_copy(update={"train": False})  # keeps nothing for training
         self.settings = dataclasses.replace(settings, drafting=untrained, own_process=True)
         self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
-        self.weights: PackedTransformer | None = None
+        self.weights: Target | None = None
         self.drafter = drafter or load_stored_drafter(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = self.model.with_ends(config.sampling.params(config.run.seed, self.model.stop_ids))

@@ -37,7 +37,7 @@ from tlt.drafter.formats.export import FORMATS
 from tlt.drafter.formats.folder import load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.forms import new_model
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Path("recipes/countdown")

@@ -22,7 +22,7 @@ from tlt.drafter.block import PackedBlock
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import BlockOptions, drafter_shape
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import load_tensors
 from tlt.models.packed import PackedTransformer
 

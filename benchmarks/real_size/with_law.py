@@ -31,7 +31,7 @@ from tlt.engine.build.engine import build_backend, build_engine, load_stored_dra
 from tlt.engine.build.model import Model, open_model
 from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed
 
@@ -74,7 +74,7 @@ class Ours:
 
     def __init__(self, model: Model, drafter: StoredDrafter | None, settings: EngineSettings) -> None:
         self.model, self.drafter, self.settings = model, drafter, settings
-        self.weights: PackedTransformer | None = None
+        self.weights: Target | None = None
         self.engines: dict[str, RolloutBackend] = {}
         self.batch_size = 0
 

@@ -32,7 +32,7 @@ from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.models.decoder import Transformer
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import save_model
 from tlt.training.build.problems import load_problems
 

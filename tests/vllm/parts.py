@@ -37,7 +37,7 @@ from tlt.drafter.shape import drafter_shape
 from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import load_model, load_model_for
 from tlt.engine.settings import EngineSettings
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
 

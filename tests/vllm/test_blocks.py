@@ -34,7 +34,7 @@ from tlt.engine.build.vllm import for_server
 from tlt.engine.vllm.inside.law import LawTable, RowLaw
 from tlt.engine.vllm.server import Installed, Served, options
 from tlt.models.attention import PackedCausal
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.packed import PackedTransformer
 
 pytestmark = in_vllm

@@ -27,8 +27,9 @@ from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
 from tlt.drafter.shape import BlockShape
 from tlt.models.block_attention import BlockAttention
-from tlt.models.decoder import Attend, DecoderLayer, RMSNorm, apply_rope, run_layer
+from tlt.models.decoder import Attend, DecoderLayer, RMSNorm, run_layer
 from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm
+from tlt.models.rope import apply_rope
 
 
 class MarkovHead(nn.Module):

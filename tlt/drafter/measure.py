@@ -25,7 +25,7 @@ from tlt.base.types import Rollout
 from tlt.drafter.model import Anchors, DraftModel, PackedDrafter, flatten_anchors
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.models.attention import PackedCausal
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 CANARY_TOKENS = 256
 """Response tokens measured per rank and step."""
@@ -49,7 +49,7 @@ Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
 class DrafterCopies:
     model: DraftModel
     packed: PackedDrafter
-    target: PackedTransformer
+    target: Target
     retrieve: Retrieve
 
 
@@ -223,7 +223,7 @@ def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random
 def read_sample(
     rollouts: Sequence[Rollout],
     counts: Mapping[int, int],
-    target: PackedTransformer,
+    target: Target,
     capture: tuple[int, ...],
     temperature: float,
 ) -> Sample:
@@ -267,7 +267,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
     return (logits.double() / temperature).softmax(dim=-1)
 
 
-def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
+def engine_logits(drafter: PackedDrafter, target: Target, sample: Sample) -> Tensor:
     """[R, draft vocabulary], float64"""
     hidden_RE = drafter.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(drafter.dtype))
     logits_RV, bias_RV = drafter.logits(hidden_RE, target), drafter.bias(sample.tokens_R)
@@ -275,7 +275,7 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
 
 
 def trainer_logits(
-    model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None
+    model: DraftModel, target: Target, sample: Sample, token_ids: Tensor | None = None
 ) -> Tensor:
     """[R, draft vocabulary], float64, computed in the model's dtype. token_ids: the engine copy's draft
     vocabulary."""

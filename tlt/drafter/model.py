@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.drafter.shape import DrafterShape
-from tlt.models.decoder import Linear, RMSNorm, Rope, randomize_matrices
-from tlt.models.packed import PackedLinear, PackedNorm, PackedTransformer
+from tlt.models.decoder import Linear, RMSNorm, randomize_matrices
+from tlt.models.packed import PackedLinear, PackedNorm
+from tlt.models.rope import Rope
+from tlt.models.target import Target
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids → the target's embeddings, in the drafter's dtype."""
@@ -171,7 +173,7 @@ class PackedDrafter(ABC):
     def bias(self, tokens: Tensor) -> Tensor | None:
         return None
 
-    def logits(self, hidden: Tensor, target: PackedTransformer) -> Tensor:
+    def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """[..., draft vocabulary]; borrowed rows follow the target's current head."""
         if self.config.has_norm:
             hidden = self.norm(hidden)

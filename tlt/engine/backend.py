@@ -22,7 +22,7 @@ from tlt.base.types import Finished, Request, Rollout
 from tlt.drafter.protocol import Drafting
 from tlt.engine.sequence import Decode, check_request
 from tlt.engine.stats import EngineStats
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
@@ -61,7 +61,7 @@ class RolloutBackend(ABC):
 
     device: torch.device
     drafter: Drafting | None = None
-    target: PackedTransformer | None = None
+    target: Target | None = None
     """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
     generates_without_side_effects = False
 

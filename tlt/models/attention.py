@@ -16,6 +16,7 @@ from torch import Tensor
 from tlt.base.io.extras import loading_numba
 from tlt.base.uploads import upload
 from tlt.models import cpu_kernels
+from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, attend_masked
 from tlt.models.decoder import ModelConfig
 
 if TYPE_CHECKING:
@@ -55,17 +56,21 @@ class PackedCausal:
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
-        return torch.cat([self._causal(qkv_TSD) for qkv_TSD in qkv_NSD.split(self.lengths)])
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        return torch.cat([self._causal(qkv_TSD, form) for qkv_TSD in qkv_NSD.split(self.lengths)])
 
-    def _causal(self, qkv_TSD: Tensor) -> Tensor:
+    def _causal(self, qkv_TSD: Tensor, form: AttentionForm) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
+        if not form.is_plain_within(len(qkv_TSD)):
+            return attend_causal(q[0], k[0], v[0], form).transpose(0, 1).flatten(1)
         is_grouped = self.num_heads != self.num_kv_heads
         if is_grouped and takes_no_groups(q):
             group, is_grouped = self.num_heads // self.num_kv_heads, False
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        out_1HTD = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=form.scale, enable_gqa=is_grouped
+        )
         return out_1HTD[0].transpose(0, 1).flatten(1)
 
 
@@ -87,14 +92,14 @@ class SharedPrompts(PackedCausal):
         spans = [span for prompt, own in self.families for span in ((0, prompt), *((prompt, n) for n in own))]
         return torch.cat([torch.arange(start, start + length, device=device) for start, length in spans])
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         parts = iter(qkv_NSD.split(self._runs()))
         outputs = []
         for prompt, own in self.families:
             first_TSD = next(parts)
-            outputs.append(self._causal(first_TSD))
+            outputs.append(self._causal(first_TSD, form))
             for _ in own[1:]:
-                outputs.append(self._causal(torch.cat([first_TSD[:prompt], next(parts)]))[prompt:])
+                outputs.append(self._causal(torch.cat([first_TSD[:prompt], next(parts)]), form)[prompt:])
         return torch.cat(outputs)
 
     def _runs(self) -> list[int]:
@@ -114,7 +119,8 @@ class Unrolled(PackedCausal):
         self.own_keys: list[Tensor] = []
         self.own_values: list[Tensor] = []
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        assert form is PLAIN, "a drafter's layer is Llama's"
         q_NHD, k_NKD, v_NKD = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         group = self.num_heads // self.num_kv_heads
         k_NHD, v_NHD = (x.repeat_interleave(group, dim=1) for x in (k_NKD, v_NKD))
@@ -161,7 +167,7 @@ class StoringPrefill(SharedPrompts):
         super().__init__(config, families)
         self.layers, self.slots = layers_SKLD, list(slots)
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         kv_SKLD, slots = self.layers[layer], iter(self.slots)
         parts = iter(qkv_NSD[:, self.num_heads :].transpose(0, 1).split(self._runs(), dim=1))
         for prompt, own in self.families:
@@ -171,7 +177,7 @@ class StoringPrefill(SharedPrompts):
                 slot, own_KTD = next(slots), next(parts)
                 kv_SKLD[slot, :, :prompt] = first_KTD[:, :prompt]
                 kv_SKLD[slot, :, prompt : prompt + own_KTD.shape[1]] = own_KTD
-        return super().__call__(layer, qkv_NSD)
+        return super().__call__(layer, qkv_NSD, form)
 
 
 @cache
@@ -198,6 +204,7 @@ def cached(
     mask_BTL: Tensor | None,
     lengths: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
+    positions_BT: Tensor | None = None,
 ) -> Cached | CompiledAttention:
     """Compiled loops where they are faster on a CPU, else `Cached`.
 
@@ -208,10 +215,12 @@ def cached(
     is_faster = T <= FEW_TOKENS or SDPA_ADVANTAGE * sum(t * n for t, n in rows) < B * T * length
     loops = attention_loops() if is_faster and columns_BT.device.type == "cpu" else None
     if loops is None or layers_SKLD[0].dtype not in loops.LOOP_DTYPES:
-        return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
+        return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts, positions_BT)
     mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
     real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)
-    attend = loops.CompiledAttention(config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N)
+    attend = loops.CompiledAttention(
+        config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N, positions_BT
+    )
     return cast("CompiledAttention", attend)
 
 
@@ -222,6 +231,7 @@ class Cached:
     columns_BT: columns of the new entries; `length` are read.
     mask_BTL: added to the scores; None: new tokens see all `length` entries.
     counts: new tokens of each sequence, without padding in input and output; None: T each.
+    positions_BT: of the new tokens, where a window counts them; None: their columns (chains).
 
     Query heads that share keys are folded into the query length.
     """
@@ -234,8 +244,12 @@ class Cached:
         length: int,
         mask_BTL: Tensor | None,
         counts: Sequence[int] | None = None,
+        positions_BT: Tensor | None = None,
     ) -> None:
         self.layers, self.length = layers_SKLD, length
+        self.columns_BT, self.mask_BTL = columns_BT, mask_BTL
+        self.positions_BT = columns_BT if positions_BT is None else positions_BT
+        self.hidden_by_window: dict[int | None, Tensor | None] = {}
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
         self.batch, self.num_new = columns_BT.shape
@@ -253,29 +267,50 @@ class Cached:
             if self.batch <= self.rows_at_once:
                 self.mask = self._for_groups(self.mask)
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         cache_SKLD = self.layers[layer]
         q_NHD, new_NKD = qkv_NSD.tensor_split([self.num_heads], dim=1)
         cache_SKLD[self.rows, :, self.columns] = new_NKD.view(*self.columns.shape, *new_NKD.shape[1:])
-        return self._attend(q_NHD, cache_SKLD)
-
-    def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
-        B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
+        B, T = self.batch, self.num_new
+        q_NHD = pad(q_NHD, self.real_N, B * T)
         k_BKLD, v_BKLD = cache_SKLD[:B, :, : self.length].chunk(2, dim=1)
-        q_BTKGD = pad(q_NHD, self.real_N, B * T).view(B, T, K, G, -1)
+        if form.is_plain_within(self.length):
+            out_NC = self._attend_grouped(q_NHD, k_BKLD, v_BKLD, form.scale)
+        else:
+            q_BHTD = q_NHD.view(B, T, self.num_heads, -1).transpose(1, 2)
+            out_BHTD = attend_masked(q_BHTD, k_BKLD, v_BKLD, form, self._hidden(form.window))
+            out_NC = out_BHTD.transpose(1, 2).reshape(B * T, -1)
+        return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
+
+    def _hidden(self, window: int | None) -> Tensor | None:
+        """bool[B, T, L]: entries that a new token does not see; None: it sees all."""
+        if window not in self.hidden_by_window:
+            hidden_BTL = None if self.mask_BTL is None else self.mask_BTL < 0
+            if window is not None:
+                entries_BL = torch.arange(self.length, device=self.columns_BT.device).repeat(self.batch, 1)
+                entries_BL.scatter_(1, self.columns_BT.clamp_max(self.length - 1), self.positions_BT)
+                far_BTL = self.positions_BT[:, :, None] - entries_BL[:, None] >= window
+                hidden_BTL = far_BTL if hidden_BTL is None else hidden_BTL | far_BTL
+            self.hidden_by_window[window] = hidden_BTL
+        return self.hidden_by_window[window]
+
+    def _attend_grouped(self, q_NHD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float | None) -> Tensor:
+        B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
+        q_BTKGD = q_NHD.view(B, T, K, G, -1)
         q_BKTD = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
         if self.mask is None or self.batch <= self.rows_at_once:
-            out_BKTD = F.scaled_dot_product_attention(q_BKTD, k_BKLD, v_BKLD, attn_mask=self.mask)
+            out_BKTD = F.scaled_dot_product_attention(
+                q_BKTD, k_BKLD, v_BKLD, attn_mask=self.mask, scale=scale
+            )
         else:
             folded = (x.split(self.rows_at_once) for x in (q_BKTD, k_BKLD, v_BKLD, self.mask))
             out_BKTD = torch.cat(
                 [
-                    F.scaled_dot_product_attention(q, k, v, attn_mask=self._for_groups(mask))
+                    F.scaled_dot_product_attention(q, k, v, attn_mask=self._for_groups(mask), scale=scale)
                     for q, k, v, mask in zip(*folded, strict=True)
                 ]
             )
-        out_NC = out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
-        return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
+        return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
 
     def _for_groups(self, mask_B1TL: Tensor) -> Tensor:
         return mask_B1TL.repeat(1, 1, self.group, 1)

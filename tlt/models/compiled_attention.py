@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+from tlt.models.attention_form import PLAIN, AttentionForm
 
 KEYS_AT_ONCE = 64
 
@@ -33,16 +34,24 @@ LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _F32, _U32, _U64 = np.float32, np.uint32, np.uint64
 _1, _2, _3, _4, _64, _128, _KEYS = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(KEYS_AT_ONCE)
 """Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
+_2F, _SATURATED = _F32(2), _F32(40)
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
-_ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
-_SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length")
-CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
+_ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask", "positions", "sinks")
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length", "window")
+_FACTORS = ("scale", "softcap")
+_KINDS = {"i8": _ADDRESSES, "u8": _SIZES, "f8": _FACTORS}
+CALL = np.dtype([*loops.HEAD, *((name, kind) for kind, names in _KINDS.items() for name in names)])
+"""Zero stands for no mask, sinks, window or softcap."""
 
 
 class CompiledAttention:
-    """`attention.Cached` for few new tokens. rows: per sequence, (number of new tokens, number of columns
-    that they see). mask_BTL: None: they see all of them."""
+    """`attention.Cached` for few new tokens.
+
+    rows: per sequence, (number of new tokens, number of columns that they see).
+    mask_BTL: None: they see all of them.
+    positions_BT: None: their columns. A window must be longer than a tree is deep.
+    """
 
     def __init__(
         self,
@@ -52,28 +61,42 @@ class CompiledAttention:
         mask_BTL: Tensor | None,
         rows: Sequence[tuple[int, int]],
         real_N: Tensor | None,
+        positions_BT: Tensor | None = None,
     ) -> None:
         self.layers, self.real_N, self.num_heads = layers_SKLD, real_N, num_heads
         self.columns = columns_BT.contiguous()
+        self.positions = self.columns if positions_BT is None else positions_BT.contiguous()
+        self.form = PLAIN
+        self.sinks: Tensor | None = None
         self.mask = None if mask_BTL is None else mask_BTL.float().contiguous()
         ends = np.cumsum([t for t, _ in rows])
         self.rows = np.array([(end - t, t, n) for end, (t, n) in zip(ends, rows, strict=True)], np.int64)
         _, num_kv, capacity, head_dim = layers_SKLD[0].shape
         mask = (0, 0) if self.mask is None else (self.mask.data_ptr(), self.mask.shape[2])
-        addresses = (self.columns.data_ptr(), self.rows.ctypes.data, mask[0])
-        sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1])
-        self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes)], CALL)
+        addresses = (self.columns.data_ptr(), self.rows.ctypes.data, mask[0], self.positions.data_ptr(), 0)
+        sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1], 0)
+        factors = (head_dim**-0.5, 0.0)
+        self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes, *factors)], CALL)
         num_products = 2 * sum(t * n for t, n in rows) * num_heads * head_dim
         max_threads = 1 + num_products // PRODUCTS_PER_THREAD
         self.loop = loops.Loop(compiled(layers_SKLD[0].dtype), self.call, max_threads)
 
-    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        if form is not self.form:
+            self._set(form, qkv_NSD.shape[2])
         qkv_NSD = qkv_NSD.contiguous()
         out_NC = qkv_NSD.new_empty(len(qkv_NSD), self.num_heads * qkv_NSD.shape[2])
         self.call["qkv"], self.call["out"] = qkv_NSD.data_ptr(), out_NC.data_ptr()
         self.call["layer"] = self.layers[layer].data_ptr()
         self.loop.run()
         return out_NC
+
+    def _set(self, form: AttentionForm, head_dim: int) -> None:
+        self.form = form
+        self.sinks = None if form.sinks_H is None else form.sinks_H.detach().float().contiguous()
+        self.call["sinks"] = 0 if self.sinks is None else self.sinks.data_ptr()
+        self.call["window"], self.call["softcap"] = form.window or 0, form.softcap or 0.0
+        self.call["scale"] = head_dim**-0.5 if form.scale is None else form.scale
 
 
 @cache
@@ -127,11 +150,22 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
     for i in range(num_new):
         at = ((first + i) * (call.num_heads + _2 * call.num_kv_heads) + kv_head * group) * dim
         _load(qkv, at, group * dim, queries, i * group * dim)
-    _scale(queries, _U64(0), num_rows * dim, _F32(1.0 / math.sqrt(dim)))
+    _scale(queries, _U64(0), num_rows * dim, _F32(call.scale))
     sums[:], totals[:], largest[:] = _F32(0), _F32(0), _LOWEST
-    for start in range(_U64(0), num_keys, _KEYS):
+    if call.sinks:
+        sinks = float32_at(call.sinks)
+        for row in range(num_rows):
+            largest[row], totals[row] = sinks[kv_head * group + row % group], _F32(1)
+    first_start, first_position = _U64(0), _U64(int64_at(call.positions)[sequence * call.num_new])
+    if call.window and first_position >= call.window:
+        first_start = (first_position - call.window + _1) // _KEYS * _KEYS
+    for start in range(first_start, num_keys, _KEYS):
         count = min(_KEYS, num_keys - start)
         _score(queries, num_rows, layer, keys_at + start * dim, count, dim, rest, scores)
+        if call.softcap > 0.0:
+            _cap(scores, num_rows, _F32(call.softcap))
+        if call.window:
+            _hide_far(call, scores, num_rows, group, count, sequence * call.num_new, start)
         _hide(call, scores, num_rows, group, count, sequence * call.num_new, start)
         _weigh(scores, num_rows, dim, sums, largest, totals)
         _add(scores, num_rows, layer, values_at + start * dim, count, dim, rest, sums)
@@ -198,6 +232,24 @@ def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ign
                 scores[row * _KEYS + j] += mask[at + j]
         for j in range(count, _KEYS):
             scores[row * _KEYS + j] = _NOTHING
+
+
+@njit(nogil=True, cache=True)
+def _cap(scores, num_rows, softcap):  # type: ignore
+    """softcap · tanh(score / softcap), as 1 - 2 / (exp(2x) + 1)."""
+    for at in range(num_rows * _KEYS):
+        doubled = min(max(_2F * scores[at] / softcap, -_SATURATED), _SATURATED)
+        scores[at] = softcap * (_F32(1) - _2F / (exp_of(doubled) + _F32(1)))
+
+
+@njit(nogil=True, cache=True)
+def _hide_far(call, scores, num_rows, group, count, first_new, start):  # type: ignore
+    positions = int64_at(call.positions)
+    for row in range(num_rows):
+        position = _U64(positions[first_new + row // group])
+        if position >= start + call.window:
+            for j in range(min(count, position - call.window + _1 - start)):
+                scores[row * _KEYS + j] = _NOTHING
 
 
 @njit(nogil=True, cache=True)

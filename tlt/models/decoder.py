@@ -9,7 +9,6 @@ Every caller runs a flat batch of N tokens; its `Attend` decides which token att
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,21 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tlt.models import cpu_kernels
+from tlt.models.rope import Rope, Scaling, apply_rope
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "seed_oss", "transformers"]
+"""model_type of config.json; transformers: any other, see any.py."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer index, rotated qkv_NSD with S = H + 2K) → attention output [N, H·D]"""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Hugging Face's rope type "llama3"."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 @dataclass(frozen=True)
@@ -51,13 +42,13 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     max_positions: int = 4096
     tie_embeddings: bool = False
 
     @property
     def qkv_bias(self) -> bool:
-        return self.architecture == "qwen2"
+        return self.architecture in ("qwen2", "seed_oss")
 
     @property
     def qk_norm(self) -> bool:
@@ -67,70 +58,6 @@ class ModelConfig:
     def num_qkv(self) -> int:
         """S, the heads of a fused projection: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
-
-
-# ── positions ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
-    """float64[D/2]. Llama 3.1's rule stretches long wavelengths and interpolates the middle band."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
-
-
-MOST_TABLED = 2**15
-"""Longest window with tables: for a million positions they take a gigabyte and seconds."""
-
-
-class Rope:
-    """Cosines and signed sines of positions: rotate(x) = x·cos + roll(x, D/2)·sin."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.frequencies_H = rope_inverse_frequencies(config)
-        self.table: tuple[Tensor, Tensor] | None = None
-        if config.max_positions <= MOST_TABLED:
-            cos_P1D, sin_P1D = self._compute(torch.arange(config.max_positions, device="cpu"))
-            self.table = cos_P1D.to(device), sin_P1D.to(device)
-        else:
-            self.frequencies_H = self.frequencies_H.to(device)
-
-    def at(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        if self.table is None:
-            return self._compute(positions_N)
-        cos_P1D, sin_P1D = self.table
-        return cos_P1D[positions_N], sin_P1D[positions_N]
-
-    def _compute(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        angles_NH = torch.outer(positions_N.double(), self.frequencies_H)
-        sin_NH = angles_NH.sin()
-        halves = [angles_NH.cos()] * 2, [-sin_NH, sin_NH]
-        cos_N1D, sin_N1D = (torch.cat(parts, dim=-1)[:, None].to(self.dtype) for parts in halves)
-        return cos_N1D, sin_N1D
-
-    @staticmethod
-    def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
-        if known is not None and (known.dtype, known.device) == (x.dtype, x.device):
-            return known
-        return Rope(config, x.dtype, x.device)
-
-
-def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Rotates the first heads, queries and keys; without autograd, in place."""
-    qk = qkv_NSD[:, :num_rotated]
-    rolled = qk.roll(qk.shape[-1] // 2, -1)
-    if torch.is_grad_enabled():
-        rotated = torch.addcmul(qk * cos_N1D, rolled, sin_N1D)
-        return torch.cat([rotated, qkv_NSD[:, num_rotated:]], dim=1)
-    torch.addcmul(qk * cos_N1D, rolled, sin_N1D, out=qk)
-    return qkv_NSD
 
 
 # ── the computation, once ───────────────────────────────────────────────────────────────────────────────────
@@ -288,8 +215,38 @@ Reader = Callable[[Tensor], Any]
 """features_NE → result of a forward. It may read the head, because it runs within the forward."""
 
 
-class Transformer(nn.Module):
-    """The trainable decoder, with exactly the checkpoint's names; a tied head has no entry.
+class Policy(nn.Module):
+    """A trainable decoder, as update, adapters and sharding use it. A tied head has no entry."""
+
+    config: ModelConfig
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        raise NotImplementedError
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, E]; in a tied model, the embedding."""
+        raise NotImplementedError
+
+    def forward(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Any, read: Reader | None = None
+    ) -> Any:
+        """read(features_NE), or features_NE, the output of the final norm.
+
+        A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
+        """
+        raise NotImplementedError
+
+    def logits(self, features_NE: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def initialize_buffers(self, device: torch.device) -> None:
+        """Computes what no checkpoint holds. Our own decoder has no buffers."""
+
+
+class Transformer(Policy):
+    """Our own decoder, with exactly the checkpoint's names.
     checkpoints_activations: whether the backward pass recomputes each layer's activations."""
 
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
@@ -312,17 +269,16 @@ class Transformer(nn.Module):
         return self
 
     @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
     def head_weight(self) -> Tensor:
-        """[V, E]; in a tied model, the embedding."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader | None = None
     ) -> Any:
-        """read(features_NE), or features_NE, the output of the final norm.
-
-        A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
-        """
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)

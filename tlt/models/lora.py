@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from tlt.base.config.lora import LoraSection
 from tlt.base.types import UserError
-from tlt.models.decoder import Linear, ModelConfig, Transformer
+from tlt.models.decoder import Linear, ModelConfig, Policy
+from tlt.models.new import new_transformer
 
 
 class LoraLinear(Linear):
@@ -47,10 +48,15 @@ class LoraLinear(Linear):
         return torch.addmm(weight_OI.to(a_RI.dtype), b_OR, a_RI, alpha=self.scale)
 
 
-def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> None:
+def add_adapters(model: Policy, lora: LoraSection, dtype: torch.dtype) -> None:
     """Freezes the model and adds adapters in place, on the meta device. UserError for a target that the model
     lacks, or a rank larger than a matrix."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    within = {id(module) for layer in model.layers for module in layer.modules()}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and id(layer) in within
+    }
     known = dict.fromkeys(map(_kind, layers))
     if unknown := [target for target in lora.targets if target not in known]:
         raise UserError(
@@ -92,7 +98,7 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
     """Allocates nothing; raises the errors of `add_adapters`."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = new_transformer(config)
     add_adapters(model, lora, torch.float32)
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
@@ -113,7 +119,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 class BaseOf:
     """The frozen base of an adapted model, for inference."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Policy) -> None:
         self.model, self.config, self.logits = model, model.config, model.logits
 
     @property

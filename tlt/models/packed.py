@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -14,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.models import cpu_kernels
-from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, run_layer
+from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, run_layer
+from tlt.models.rope import Rope
+from tlt.models.target import Target
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
@@ -169,8 +170,8 @@ class PackedLayer:
         return self.down_linear.add_to(x_NE, F.silu(gate_NF).mul_(up_NF))
 
 
-class PackedTransformer:
-    """The engine's copy of a policy. `version` is the number of the loaded policy.
+class PackedTransformer(Target):
+    """The engine's copy of a policy.
 
     borrows: whether unchanged tensors (embedding, head, output and down projections; on a CPU in float32 the
         embedding alone) are the policy's own memory, if dtype and device agree. Training changes them here
@@ -196,15 +197,9 @@ class PackedTransformer:
         self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
         self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
         self.rope = Rope(config, dtype, self.device)
-        self.version = -1
-
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """KeyError for a missing tensor, RuntimeError for another shape."""
-        self.load_parts([tensors], version)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Parts come in any order, and none is kept. All tensors of a layer are in one part."""
         missing = {f"model.layers.{index}." for index in range(len(self.layers))} | {EMBEDDING, FINAL_NORM}
         missing |= set() if self.config.tie_embeddings else {HEAD}
         for part in parts:
@@ -214,14 +209,6 @@ class PackedTransformer:
             raise KeyError(min(missing))
         self.version = version
         vars(self).pop("unsound_V", None)
-
-    @cached_property
-    def unsound_V(self) -> Tensor | None:
-        """bool[V]: tokens whose embedding is not finite, such as padding that is never sampled; None: there
-        are none. No draft may contain one: its cache entries would spoil the results of earlier tokens."""
-        if torch.stack(self.embedding_VE.aminmax()).isfinite().all():
-            return None
-        return ~self.embedding_VE.isfinite().all(dim=1)
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
         prefixes = {match.group() for name in part if (match := LAYER_PREFIX.match(name)) is not None}
@@ -246,8 +233,6 @@ class PackedTransformer:
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """(features_NE, captured_NF): the inputs of the layers in `capture`, side by side, residual sums
-        before any norm. The number of layers captures the features, as does an empty `capture`."""
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
         captured = {}

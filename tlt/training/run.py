@@ -15,7 +15,7 @@ from tlt.base.io.files import write_atomically
 from tlt.base.spans import SpanName
 from tlt.base.types import Purpose, Rollout, resolve_dtype
 from tlt.engine.build.model import open_start
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import Policy
 from tlt.models.hf.peft import save_adapter
 from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
@@ -111,7 +111,7 @@ class Run:
         return self.config.run.out_dir
 
     @property
-    def policy(self) -> Transformer:
+    def policy(self) -> Policy:
         return self.models.trainer.model
 
     @property

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from tlt.apps.api import train
 from tlt.apps.cli.main import main
 from tlt.base.config.load import load_config
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.models.hf.weights import content_hash, load_tensors
 

@@ -35,7 +35,7 @@ from tlt.engine.build.engine import _make_tuner
 from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "data" / "drafter_formats.json").read_text()

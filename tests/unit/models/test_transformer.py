@@ -29,16 +29,9 @@ from tests.unit.models.transformer_parts import (
 )
 from tlt.models import attention, cpu_kernels
 from tlt.models.attention import Cached, PackedCausal
-from tlt.models.decoder import (
-    MOST_TABLED,
-    Linear,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    Transformer,
-    rope_inverse_frequencies,
-)
+from tlt.models.decoder import Linear, ModelConfig, Transformer
 from tlt.models.packed import PackedLinear, PackedTransformer
+from tlt.models.rope import MOST_TABLED, Llama3, Rope, Scaling, Yarn, rope_frequencies
 from tlt.speculation.law.tree import chain_mask
 
 
@@ -184,9 +177,9 @@ def test_a_batch_whose_mask_is_too_large_to_repeat_attends_in_parts_to_the_same(
     seen: list[int] = []
     attend = F.scaled_dot_product_attention
 
-    def watched(*args: Tensor, attn_mask: Tensor) -> Tensor:
+    def watched(*args: Tensor, attn_mask: Tensor, scale: float | None) -> Tensor:
         seen.append(attn_mask.numel())
-        return attend(*args, attn_mask=attn_mask)
+        return attend(*args, attn_mask=attn_mask, scale=scale)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
 
@@ -333,9 +326,11 @@ def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_te
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8192)], ids=["plain", "llama3"])
+@pytest.mark.parametrize(
+    "scaling", [None, Llama3(8.0, 1.0, 4.0, 8192), Yarn(4.0, 8192)], ids=["plain", "llama3", "yarn"]
+)
 def test_a_long_window_has_the_same_positions_and_keeps_none(
-    scaling: RopeScaling | None, dtype: torch.dtype
+    scaling: Scaling | None, dtype: torch.dtype
 ) -> None:
     short = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 64, rope_scaling=scaling, max_positions=MOST_TABLED)
     known, cpu = Rope(short, dtype, torch.device("cpu")), torch.device("cpu")
@@ -347,6 +342,7 @@ def test_a_long_window_has_the_same_positions_and_keeps_none(
             assert a.dtype == b.dtype == dtype
             assert torch.equal(a, b)
         cos_N1D, sin_N1D = rope.at(torch.tensor([window - 1]))
-        angles_H = (window - 1) * rope_inverse_frequencies(short)
-        assert torch.equal(cos_N1D[0, 0, :32], angles_H.cos().to(dtype))
-        assert torch.equal(sin_N1D[0, 0, 32:], angles_H.sin().to(dtype))
+        frequencies_H, factor = rope_frequencies(short)
+        angles_H = (window - 1) * frequencies_H
+        assert torch.equal(cos_N1D[0, 0, :32], (factor * angles_H.cos()).to(dtype))
+        assert torch.equal(sin_N1D[0, 0, 32:], (factor * angles_H.sin()).to(dtype))

@@ -20,7 +20,7 @@ from tlt.base.config.schema import Config
 from tlt.base.io.recipes import find_recipe
 from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import save_model
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main

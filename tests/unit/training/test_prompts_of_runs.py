@@ -17,7 +17,7 @@ from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import SamplingParams, UserError
 from tlt.models.hf import prompts
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.training.build.data import RunData, read_data
 from tlt.training.build.problems import load_problems

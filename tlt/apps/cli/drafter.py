@@ -166,7 +166,7 @@ def train(options: DrafterTrain) -> Record:
         from tlt.engine.build.drafter import build_draft_model, new_draft_model
         from tlt.engine.build.model import load_model
         from tlt.models.hf.weights import content_hash
-        from tlt.models.packed import PackedTransformer
+        from tlt.models.new import new_target
 
     source = load_model(folder, adapter=adapter)
     config, tensors = source.config, source.tensors
@@ -180,7 +180,7 @@ def train(options: DrafterTrain) -> Record:
         rollouts, where = _answer(options, source), "--prompts: they have"
     else:
         rollouts, where = _read(options.responses, config), f"--responses: {options.responses} has"
-    target = PackedTransformer(config, torch.float32)
+    target = new_target(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
         raise UserError(f"{where} no response of three tokens or more; give longer ones")
@@ -254,7 +254,8 @@ def export(options: DrafterExport) -> Record:
         from tlt.drafter.formats.folder import load_drafter
         from tlt.drafter.formats.layouts import Target
         from tlt.drafter.vocabulary import count_tokens
-        from tlt.models.hf.config import config_to_hf, load_model_config
+        from tlt.models.hf.config import config_to_hf
+        from tlt.models.hf.families import load_model_config
         from tlt.models.hf.weights import content_hash, load_tensors
 
     config = load_model_config(folder)

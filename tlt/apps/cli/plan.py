@@ -72,7 +72,7 @@ def planned_run(options: PlanMemory) -> PlannedRun:
     from tlt.base.io.hub import resolve_description
     from tlt.drafter.formats.folder import load_shape
     from tlt.engine.memory import machine_bytes
-    from tlt.models.hf.config import load_model_config
+    from tlt.models.hf.families import load_model_config
     from tlt.training.build.ranks import all_ranks, local_ranks
 
     model = load_model_config(resolve_description(config.model.path, config.model.revision))

@@ -33,7 +33,7 @@ from tlt.engine.vllm.settings import CPU_KV_GIB
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
-from tlt.models.packed import PackedTransformer
+from tlt.models.new import new_target
 from tlt.speculation.law.sampling import VALUES_PER_PART
 from tlt.speculation.tuner.tuner import default_arms
 from tlt.training.build.ranks import CPU_PROCESS_BYTES
@@ -159,7 +159,7 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
     num_bytes = Cache(r.model, r.model.num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
     if r.drafter is None or not r.drafts_by_learned or r.uses_vllm:
         return num_bytes
-    target = PackedTransformer(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
+    target = new_target(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
     shape = replace(r.drafter, layer=replace(r.drafter.layer, max_positions=1))
     packed = new_packed(shape, r.engine_dtype, META)
     cache = make_cache(packed, target, captured_size(r), LearnedSettings.window, r.num_slots)

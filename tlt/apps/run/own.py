@@ -21,7 +21,7 @@ from tlt.base.io.files import Record
 from tlt.base.io.hub import resolve_description
 from tlt.base.types import UserError
 from tlt.engine.memory import machine_bytes
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.files import read_json
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems

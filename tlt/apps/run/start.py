@@ -32,7 +32,7 @@ from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import check_max_tokens, describe_template
 from tlt.models.hf.tokenizer import load_tokenizer, writes_date
 from tlt.models.hf.weights import count_parameters

@@ -24,7 +24,7 @@ from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 _RECOMPUTE_TOKENS = 128
 
@@ -69,7 +69,7 @@ class OfflineSummary:
 
 def train_offline(
     model: DraftModel,
-    target: PackedTransformer,
+    target: Target,
     preset: Preset,
     rollouts: Sequence[Rollout],
     settings: OfflineSettings,
@@ -115,7 +115,7 @@ def train_offline(
 @torch.no_grad()
 def measure_acceptance(
     model: DraftModel,
-    target: PackedTransformer,
+    target: Target,
     rollouts: Sequence[Rollout],
     temperature: float,
     rng: random.Random,

@@ -23,7 +23,7 @@ from tlt.base.types import Rollout
 from tlt.drafter.training.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import Cached
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
 
 MIN_TOKENS = 128
@@ -58,7 +58,7 @@ class MicroStepSize:
 class FeatureRecompute:
     """Recomputes one trajectory's features by the engine's target, a chunk at a time."""
 
-    def __init__(self, target: PackedTransformer, capture: tuple[int, ...], trajectory: Trajectory) -> None:
+    def __init__(self, target: Target, capture: tuple[int, ...], trajectory: Trajectory) -> None:
         self.target, self.capture, self.trajectory = target, capture, trajectory
         self.version, c = target.version, target.config
         shape = (c.num_layers, 1, 2 * c.num_kv_heads, trajectory.num_usable, c.head_dim)

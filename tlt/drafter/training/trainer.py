@@ -13,7 +13,7 @@ from tlt.drafter.shape import training_capture
 from tlt.drafter.training.batch import DrafterBatch, Preset
 from tlt.drafter.training.buffer import PackedBatch
 from tlt.models.adam import adam_state, trained_tensors
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DrafterTrainer:
     def __init__(
         self,
         model: DraftModel,
-        target: PackedTransformer,
+        target: Target,
         preset: Preset,
         learning_rate: float = 1e-3,
         clip_grad_norm: float = 1.0,

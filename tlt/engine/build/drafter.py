@@ -17,7 +17,7 @@ from tlt.drafter.training.buffer import BUFFER_BYTES, TrajectoryBuffer
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import count_tokens, mask_token
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
@@ -27,7 +27,7 @@ def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftMode
 
 
 def new_draft_model(
-    shape: DrafterShape, target: PackedTransformer, rollouts: Sequence[Rollout], seed: int
+    shape: DrafterShape, target: Target, rollouts: Sequence[Rollout], seed: int
 ) -> DraftModel:
     """A block's masks look like a token that the rollouts do not use."""
     if isinstance(shape, BlockShape):
@@ -41,7 +41,7 @@ def build_spot_trainer(
     learning_rate: float,
     stored: StoredDrafter,
     model: DraftModel,
-    target: PackedTransformer,
+    target: Target,
     seed: int,
     on_span: Callable[[Span], None],
 ) -> SpotTrainer:

@@ -29,7 +29,8 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Decode
 from tlt.engine.settings import EngineSettings
 from tlt.models.decoder import ModelConfig
-from tlt.models.packed import PackedTransformer
+from tlt.models.new import new_target
+from tlt.models.target import Target
 from tlt.speculation.law.verify import Verify
 from tlt.speculation.law.verify import verify as verify_by_the_law
 from tlt.speculation.tuner.protocol import StrategyTuner
@@ -38,7 +39,7 @@ from tlt.speculation.tuner.tuner import make_tuner
 
 def build_engine(
     config: ModelConfig,
-    policy: Mapping[str, Tensor] | PackedTransformer,
+    policy: Mapping[str, Tensor] | Target,
     settings: EngineSettings,
     drafter: StoredDrafter | None = None,
     *,
@@ -58,7 +59,7 @@ def build_engine(
     """
     tuner = tuner or _make_tuner(settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
-        policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
+        policy if isinstance(policy, Target) else _pack(config, policy, settings),
         max_batch_size=settings.max_batch_size,
         tuner=tuner,
         on_span=on_span,
@@ -83,8 +84,8 @@ def _make_tuner(
     )
 
 
-def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> PackedTransformer:
-    packed = PackedTransformer(config, settings.dtype, settings.device, settings.borrows)
+def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> Target:
+    packed = new_target(config, settings.dtype, settings.device, settings.borrows)
     packed.load(policy, version=0)
     return packed
 

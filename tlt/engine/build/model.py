@@ -16,7 +16,8 @@ from tlt.base.io.hub import resolve_model
 from tlt.base.types import SamplingParams, UserError
 from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import OtherComputation, load_model_config
+from tlt.models.hf.config import OtherComputation
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.limits import Limits, read_limits
 from tlt.models.hf.peft import AdaptedTensors, Adapter, read_adapter
 from tlt.models.hf.tokenizer import Tokenizer, check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids

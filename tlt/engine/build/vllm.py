@@ -25,8 +25,10 @@ from tlt.engine.vllm.link import Link, needs_own_process
 from tlt.engine.vllm.settings import VllmSettings
 from tlt.engine.vllm.strategies import draft_depths, vllm_kinds
 from tlt.models.decoder import ModelConfig
+from tlt.models.hf.conversion import conversion_of
 from tlt.models.hf.files import read_json
-from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
+from tlt.models.new import new_target
+from tlt.models.packed import EMBEDDING, HEAD
 from tlt.speculation.tuner.tuner import make_tuner
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -69,7 +71,7 @@ def build_vllm(
         packed = pack_drafter(learned.config, learned.tensors, asked.dtype, link.device)
         served = VllmDrafter(packed, learned, link.weights.load_drafter, _head_name(model.config))
         # trained or measured, which needs a copy of the policy in our layout
-        drafting = Drafting(None, served, PackedTransformer(model.config, asked.dtype, link.device))
+        drafting = Drafting(None, served, new_target(model.config, asked.dtype, link.device))
     tuner = make_tuner(
         asked.speculation,
         kinds or ("ngram",),
@@ -82,6 +84,7 @@ def build_vllm(
         max_batch_size=asked.max_batch_size,
         window=settings.window,
         drafting=replace(drafting, tuner=tuner),
+        to_checkpoint=conversion_of(model.config).to_checkpoint if isinstance(model, Model) else dict,
         on_span=on_span,
         decode=model.decode,
     )

@@ -40,7 +40,7 @@ from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import prepare_kernels
 from tlt.models.kv_cache import Cache
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.draw import compiled_loops
 from tlt.speculation.law.tree import chain, layout
 from tlt.speculation.law.verify import Verify, verify
@@ -59,7 +59,7 @@ class RolloutEngine(RolloutBackend):
 
     def __init__(
         self,
-        model: PackedTransformer,
+        model: Target,
         *,
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,

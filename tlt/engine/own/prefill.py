@@ -19,7 +19,7 @@ from tlt.engine.own.scheduler import Admission
 from tlt.models import kv_cache
 from tlt.models.attention import Cached, StoringPrefill
 from tlt.models.kv_cache import Cache, prefill_groups
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
 
 _PART_TOKENS = 512
@@ -35,7 +35,7 @@ OnRead = Callable[[tuple[int, ...], int, Tensor], None]
 
 @torch.inference_mode()
 def prefill(
-    model: PackedTransformer,
+    model: Target,
     cache: Cache,
     admissions: Sequence[Admission],
     capture: tuple[int, ...],
@@ -54,7 +54,7 @@ def prefill(
 
 
 def _read_first(
-    model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
+    model: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor]]:
     """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text and its features."""
     texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
@@ -110,7 +110,7 @@ def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _read_on(
-    model: PackedTransformer, cache: Cache, admission: Admission, capture: tuple[int, ...]
+    model: Target, cache: Cache, admission: Admission, capture: tuple[int, ...]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields position and features of each further part."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1

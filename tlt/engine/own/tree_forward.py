@@ -20,7 +20,7 @@ from tlt.base.types import DraftTree, Verdict
 from tlt.base.uploads import upload
 from tlt.models.attention import cached, pad
 from tlt.models.kv_cache import Cache
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.tree import TreeLayout, chain
 from tlt.speculation.law.verify import Noise, Verify
@@ -38,7 +38,7 @@ class TreeForward:
     real_N: their indices; None: all are real.
     """
 
-    model: PackedTransformer
+    model: Target
     tree: DraftTree
     features_NE: Tensor
     real_N: Tensor | None
@@ -85,7 +85,7 @@ class TreeForward:
 
 
 def forward_trees(
-    model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
+    model: Target, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
 ) -> tuple[Tensor, TreeForward]:
     """Returns the captured features, [B, N, F], and the forward to verify."""
     B, N = tree.tokens_BN.shape
@@ -94,7 +94,14 @@ def forward_trees(
         tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
     config, layers = model.config, cache.layers
     attend = cached(
-        config, layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
+        config,
+        layers,
+        nodes.columns_BN,
+        nodes.length,
+        nodes.mask_BNL,
+        nodes.lengths,
+        nodes.counts,
+        None if nodes.depths_BN is None else nodes.positions_BN,
     )
     real_N = attend.real_N
     tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()

@@ -26,7 +26,8 @@ from tlt.engine.vllm.drafter import VllmDrafter
 from tlt.engine.vllm.inside.law import RowLaw
 from tlt.engine.vllm.inside.verified import Verified
 from tlt.engine.vllm.link import Link
-from tlt.models.packed import PackedTransformer, layer_by_layer
+from tlt.models.packed import layer_by_layer
+from tlt.models.target import Target
 from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
@@ -34,8 +35,12 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 class Drafting:
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
-    target: PackedTransformer | None = None
+    target: Target | None = None
     """A copy of the policy in our layout, to train and measure the drafter."""
+
+
+Names = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""A part of the policy by our names → by its checkpoint's, which vLLM reads."""
 
 
 class VllmEngine(RolloutBackend):
@@ -48,13 +53,14 @@ class VllmEngine(RolloutBackend):
         max_batch_size: int,
         window: int,
         drafting: Drafting = Drafting(),
+        to_checkpoint: Names = dict,
         on_span: Callable[[Span], None] | None = None,
         decode: Decode | None = None,
     ) -> None:
         super().__init__(max_batch_size, window, tuner=drafting.tuner, on_span=on_span, decode=decode)
         self.link, self.device = link, link.device
         self.drafter: VllmDrafter | None = drafting.drafter
-        self.target = drafting.target
+        self.target, self.to_checkpoint = drafting.target, to_checkpoint
         self._running: dict[str, Sequence] = {}
         self._has_spoilt_caches = False
         """A broken policy may have left NaN in vLLM's caches."""
@@ -90,7 +96,7 @@ class VllmEngine(RolloutBackend):
         self, parts: Iterable[Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
     ) -> Iterator[Mapping[str, Tensor]]:
         for part in parts:
-            load(part)
+            load(self.to_checkpoint(part))
             if self.drafter is not None:
                 self.drafter.note(part)
             yield part

@@ -3,23 +3,28 @@ in one line."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from tlt.base.kinds import shorten
 from tlt.base.types import UserError
-from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
-from tlt.models.hf.files import existing_directory, read_json
+from tlt.models.decoder import Architecture, ModelConfig
+from tlt.models.rope import Linear, Llama3, Scaling, Yarn
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SeedOssForCausalLM": "seed_oss",
 }
+
+ROPES = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+"""Stretched positions, by rope_type."""
 
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
 """Larger numbers: config.json is damaged."""
@@ -29,17 +34,6 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 class OtherComputation(UserError):
     """A valid model that our decoder does not compute; vLLM may."""
-
-
-def load_model_config(path: Path | str) -> ModelConfig:
-    """UserError for mistakes, OtherComputation for models that decoder.py does not compute."""
-    source = existing_directory(path) / "config.json"
-    raw = read_json(source)
-    try:
-        return parse_config(raw, str(source))
-    except OtherComputation as refusal:  # a whole model, not a drafter, so vLLM is an alternative
-        remedy = "engine vllm may generate with it, but training takes TLT's own decoder"
-        raise OtherComputation(f"{refusal}; {remedy}") from None
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -64,7 +58,10 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         raise _refusal(source, "head_dim", head_dim, remedy)
     if head_dim % 2:
         raise _refusal(source, "head_dim", head_dim, "rotary positions need an even head size")
-    _refuse_sliding_windows(fields, num_layers, max_positions)
+    if architecture == "mistral":
+        _refuse_window_of_all_layers(fields, max_positions)
+    else:
+        _refuse_sliding_windows(fields, num_layers, max_positions)
     rope_theta, rope_scaling = _rope(raw, source)
     return ModelConfig(
         architecture=architecture,
@@ -89,16 +86,12 @@ def config_to_hf(
     """The layout of transformers 4, which 5, vLLM and SGLang read too (4 would ignore the rope_parameters of
     5). extra: further keys. Token ids not given are null: an absent id would become the family's default
     (Llama: eos 2)."""
-    scaling = config.rope_scaling
     rope_scaling = None
-    if scaling is not None:
-        rope_scaling = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
+    if (scaling := config.rope_scaling) is not None:
+        (kind,) = (name for name, known in ROPES.items() if isinstance(scaling, known))
+        rope_scaling = {"rope_type": kind, **asdict(scaling)}
+        if "original_max_positions" in rope_scaling:
+            rope_scaling["original_max_position_embeddings"] = rope_scaling.pop("original_max_positions")
     described = {
         "architectures": [name for name, family in ARCHITECTURES.items() if family == config.architecture],
         "model_type": config.architecture,
@@ -147,9 +140,15 @@ def _refuse_other_computations(fields: Fields, architecture: Architecture) -> No
     if raw.get("quantization_config") is not None:
         remedy = "quantized weights cannot be trained, use the unquantized checkpoint"
         raise fields.other("quantization_config", remedy)
-    if fields.flag("attention_bias") and architecture != "qwen2":
+    if architecture == "seed_oss" and not fields.flag("attention_bias", True):
+        raise fields.other("attention_bias", "seed_oss has attention biases here, use a checkpoint with true")
+    if architecture not in ("qwen2", "seed_oss") and fields.flag("attention_bias"):
         remedy = f"{architecture} has no attention biases here, use a checkpoint with false"
         raise fields.other("attention_bias", remedy)
+    if fields.flag("attention_out_bias"):
+        raise fields.other(
+            "attention_out_bias", "output biases are not supported, use a checkpoint with false"
+        )
     if fields.flag("mlp_bias"):
         raise fields.other("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
     if raw.get("hidden_act", "silu") != "silu":
@@ -157,6 +156,13 @@ def _refuse_other_computations(fields: Fields, architecture: Architecture) -> No
     if raw.get("pretraining_tp", 1) not in (None, 1):
         remedy = "only 1 is supported; set it to 1, the weights are the same up to rounding"
         raise fields.refusal("pretraining_tp", remedy)
+
+
+def _refuse_window_of_all_layers(fields: Fields, max_positions: int) -> None:
+    """Mistral has no switch: an absent window is 4096 tokens, null is none."""
+    window = fields.raw.get("sliding_window", 4096)
+    if window is not None and fields.integer("sliding_window", 4096) < max_positions:
+        raise fields.other("sliding_window", "only full attention is supported")
 
 
 def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int) -> None:
@@ -180,7 +186,7 @@ def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int)
             raise _refusal(fields.source, "layer_types", layer_type, remedy, OtherComputation)
 
 
-def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Scaling | None]:
     """As in transformers, rope_scaling precedes rope_parameters, and a theta inside precedes one outside."""
     fields = Fields(raw, source)
     named = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
@@ -196,15 +202,33 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
         raise _refusal(source, "partial_rotary_factor", rotated_share, remedy, OtherComputation)
     if rope_type == "default":
         return theta, None
+    if rope_type == "linear":
+        return theta, Linear(rope.number("factor"))
+    if rope_type == "yarn":
+        return theta, _yarn(rope, raw)
     if rope_type != "llama3":
-        remedy = f"supported are 'default' (which it is without {named}) and 'llama3'"
+        remedy = f"supported are 'default' (which it is without {named}), {', '.join(map(repr, ROPES))}"
         raise _refusal(source, f"{named}.rope_type", rope_type, remedy, OtherComputation)
-    return theta, RopeScaling(
+    return theta, Llama3(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
         high_freq_factor=rope.number("high_freq_factor"),
         original_max_positions=rope.integer("original_max_position_embeddings"),
     )
+
+
+def _yarn(rope: Fields, raw: Mapping[str, Any]) -> Yarn:
+    """As transformers reads it: mscale and mscale_all_dim together make the attention factor."""
+    original = rope.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+    factor = rope.number("factor")
+    given = None if rope.raw.get("attention_factor") is None else rope.number("attention_factor")
+    if given is None and rope.raw.get("mscale") and rope.raw.get("mscale_all_dim"):
+        parts = [
+            0.1 * rope.number(key) * math.log(max(factor, 1.0)) + 1 for key in ("mscale", "mscale_all_dim")
+        ]
+        given = parts[0] / parts[1]
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    return Yarn(factor, original, beta_fast, beta_slow, given, rope.flag("truncate", True))
 
 
 @dataclass(frozen=True)

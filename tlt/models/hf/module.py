@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tlt.base.types import UserError
-from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.decoder import ModelConfig, Policy
 from tlt.models.hf.config import parse_config
 
 
@@ -25,7 +25,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def module_config(module: nn.Module) -> ModelConfig:
     """UserError if our decoder would compute something else."""
-    if isinstance(module, Transformer):
+    if isinstance(module, Policy):
         return module.config
     if not isinstance(module, PreTrainedModel):
         raise UserError(f"model: is a {type(module).__name__}; give a causal language model of transformers")

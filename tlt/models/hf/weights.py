@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +26,10 @@ from torch import Tensor
 from tlt.base.io.files import matches, replace_folder, set_usual_mode
 from tlt.base.io.hub import COMPANIONS
 from tlt.base.types import UserError
-from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.any_config import AnyConfig
+from tlt.models.decoder import ModelConfig
 from tlt.models.hf.config import TOKEN_IDS, config_to_hf, parse_config
+from tlt.models.hf.conversion import Sources, conversion_of
 from tlt.models.hf.files import (
     CHECKPOINT_FILES,
     INDEX,
@@ -36,6 +38,7 @@ from tlt.models.hf.files import (
     read_json,
     write_hf_json,
 )
+from tlt.models.new import new_transformer
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported number formats, by their safetensors names; any other is a quantization."""
@@ -45,9 +48,9 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """In the order of the layers. Allocates nothing."""
+    """Of the module's tensors, in the order of the layers. Allocates nothing."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
+        return {name: tensor.shape for name, tensor in new_transformer(config).state_dict().items()}
 
 
 @lru_cache
@@ -64,9 +67,10 @@ def load_tensors(
 class StoredTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors on the CPU, read on access, as `dtype` (None: as stored).
 
-    UserError at once unless names and shapes are `expected_shapes(config)`, and on access for values not
-    finite as `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of old transformers, and a
-    tied checkpoint's `lm_head.weight` if it equals the embedding.
+    Names and shapes are `expected_shapes(config)`: of transformers' modules, where several stored tensors may
+    be one (`conversion.py`). UserError at once unless all are there, and on access for values not finite as
+    `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of old transformers, and a tied
+    checkpoint's `lm_head.weight` if it equals the embedding.
     """
 
     def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
@@ -78,7 +82,10 @@ class StoredTensors(Mapping[str, Tensor]):
         has_tied_head = config.tie_embeddings and "lm_head.weight" in self._stored
         if has_tied_head:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        _check_stored(self._stored, expected, config, files[0] if len(files) == 1 else directory / INDEX)
+        self._conversion = conversion_of(config)
+        self._sources = self._conversion.sources(self._stored)
+        place = files[0] if len(files) == 1 else directory / INDEX
+        _check_stored(self._stored, self._sources, expected, config, place)
         if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
             raise UserError(
                 f"{self._stored['lm_head.weight'].file}: tensor lm_head.weight differs from "
@@ -90,9 +97,16 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.rows(name, slice(None))
 
     def rows(self, name: str, rows: slice) -> Tensor:
+        sources = self._sources[name]
+        if sources.is_alone:
+            return self._read(sources.names[0], rows)
+        return self._conversion.to_module(name, sources, self._read)[rows]
+
+    def _read(self, name: str, rows: slice = slice(None)) -> Tensor:
         file = self._stored[name].file
         with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_slice(name)[rows]
+            whole = rows == slice(None)  # a tensor without axes has no slice
+            tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[rows]
         tensor = tensor if self._dtype is None else tensor.to(self._dtype)
         _check_finite(tensor, name, file)
         return tensor
@@ -192,29 +206,42 @@ def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
 
 
 def _check_stored(
-    stored: dict[str, _Stored], expected: dict[str, torch.Size], config: ModelConfig, place: Path
+    stored: dict[str, _Stored],
+    sources: Mapping[str, Sources],
+    expected: dict[str, torch.Size],
+    config: ModelConfig,
+    place: Path,
 ) -> None:
-    if missing := [name for name in expected if name not in stored]:
+    if missing := [name for name in expected if name not in sources]:
         remedy = "download the checkpoint again, or correct config.json if it belongs to another model"
         raise UserError(f"{place}: {_listed(missing)} is missing; {remedy}")
-    unknown = stored.keys() - expected.keys()
+    unknown = sources.keys() - expected.keys()
     if surplus := sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")):
         described = f"a {config.architecture} model of {config.num_layers} layers"
         remedy = f"config.json describes {described} without it; correct one of the two"
-        raise UserError(f"{stored[surplus[0]].file}: {_listed(surplus)} is unknown; {remedy}")
-    if misshapen := [name for name in expected if stored[name].shape != expected[name]]:
-        first, asked = stored[misshapen[0]], list(expected[misshapen[0]])
-        raise UserError(
-            f"{first.file}: {_listed(misshapen)} has shape {list(first.shape)}; config.json asks for {asked}"
-            "; use the config.json that belongs to these weights"
-        )
-    if quantized := [name for name in expected if stored[name].dtype not in STORED_DTYPES]:
+        names = [name for target in surplus for name in sources[target].names]
+        raise UserError(f"{stored[names[0]].file}: {_listed(names)} is unknown; {remedy}")
+    for name, shape in expected.items():
+        parts = [stored[part] for part in sources[name].names]
+        first, found = parts[0], parts[0].shape
+        if sources[name].is_alone:
+            is_fitting = found == shape
+        else:
+            is_fitting = sum(part.shape.numel() for part in parts) == shape.numel()
+        if not is_fitting:
+            wrong, asked = sources[name].names, list(shape)
+            raise UserError(
+                f"{first.file}: {_listed(wrong)} has shape {list(found)}; config.json asks for {asked}"
+                "; use the config.json that belongs to these weights"
+            )
+    needed = [part for name in expected for part in sources[name].names]
+    if quantized := [name for name in needed if stored[name].dtype not in STORED_DTYPES]:
         first = stored[quantized[0]]
         remedy = f"use an unquantized checkpoint ({', '.join(STORED_DTYPES)})"
         raise UserError(f"{first.file}: {_listed(quantized)} has dtype {first.dtype}; {remedy}")
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return f"tensor {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
@@ -256,16 +283,21 @@ def _described(
     token ids."""
     file = None if origin is None else origin / "config.json"
     known = read_json(file) if file is not None and file.exists() else {}
-    try:
-        is_same = parse_config(known, str(file)) == config
-    except UserError:  # it may hold token ids alone
-        is_same = False
-    if not is_same:
+    if isinstance(config, AnyConfig):
+        known = json.loads(config.raw)
+    elif not _describes(known, config):
         ids = {key: known[key] for key in TOKEN_IDS if key in known}
         return config_to_hf(config, dtype, ids | dict(extra))
     kept = {key: value for key, value in known.items() if not key.startswith("tlt_")}  # an earlier run's
     names = [key for key in ("dtype", "torch_dtype") if key in kept] or ["torch_dtype"]
     return kept | dict.fromkeys(names, str(dtype).removeprefix("torch.")) | dict(extra)
+
+
+def _describes(known: Mapping[str, Any], config: ModelConfig) -> bool:
+    try:
+        return parse_config(known, "config.json") == config
+    except UserError:  # it may hold token ids alone
+        return False
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -302,7 +334,7 @@ def _write_tensors(
     expected = expected_shapes(config)
     odd = sorted(tensors.keys() ^ expected.keys())
     assert not odd, f"not the tensors of this config: {odd[:3]}"
-    shards = plan_shards(expected, dtype.itemsize, max_shard_bytes)
+    shards, conversion = plan_shards(expected, dtype.itemsize, max_shard_bytes), conversion_of(config)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -312,8 +344,9 @@ def _write_tensors(
                 remedy = "save weights that are finite"
                 raise UserError(f"tensor {name} holds NaN or infinite values, and is not written; {remedy}")
             assert tensor.shape == expected[name], f"{name}: {tensor.shape}, not {expected[name]}"
-        save_tensors(directory / file, shard)
-        weight_map |= dict.fromkeys(names, file)
+        stored = conversion.to_checkpoint(shard)
+        save_tensors(directory / file, stored)
+        weight_map |= dict.fromkeys(stored, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
         write_hf_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})

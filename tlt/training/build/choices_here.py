@@ -12,7 +12,7 @@ from tlt.base.types import UserError
 from tlt.drafter.formats.folder import load_shape
 from tlt.drafter.vocabulary import DraftCosts, sizes_of
 from tlt.engine.memory import automatic_bytes
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.training.build.ranks import choose_ranks
 from tlt.training.build.world import device_of, engine_dtype, layout_of
 

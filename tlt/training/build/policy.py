@@ -8,9 +8,10 @@ from torch import Tensor
 from tlt.base.config.schema import Config
 from tlt.base.types import resolve_dtype
 from tlt.engine.build.model import Model, model_folder
-from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.decoder import ModelConfig, Policy
 from tlt.models.hf.weights import StoredTensors, stored_dtype
 from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
+from tlt.models.new import new_transformer
 from tlt.tasks.rewards.scoring import RewardSpec
 from tlt.training.ranks.sharding import fill, mesh_of, shard
 from tlt.training.ranks.world import World
@@ -23,7 +24,7 @@ def build_policy_trainer(
     """A KL term adds a frozen reference: a second copy, or the base beside LoRA adapters that begin at
     zero."""
 
-    def build() -> Transformer:
+    def build() -> Policy:
         policy, seed = plan_policy(config, model.config), config.run.seed
         if not is_sharded:
             return build_policy(policy, model, world.device, seed)
@@ -70,16 +71,16 @@ def base_dtype(config: Config) -> torch.dtype:
     return master_dtype(config) if wanted is None else resolve_dtype(wanted)
 
 
-def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
+def plan_policy(config: Config, shape: ModelConfig) -> Policy:
     """The module is on the meta device."""
     with torch.device("meta"):
-        policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
+        policy = new_transformer(shape, base_dtype(config), config.parallel.checkpoint_activations)
     if config.lora.is_used:
         add_adapters(policy, config.lora, master_dtype(config))
     return policy
 
 
-def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
+def build_policy(policy: Policy, model: Model, device: torch.device, seed: int = 0) -> Policy:
     def start(name: str, shape: torch.Size) -> Tensor:
         return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
 
@@ -89,11 +90,12 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
 
 
 def build_sharded_policy(
-    policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
-) -> Transformer:
+    policy: Policy, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
+) -> Policy:
     """Every rank reads its own slices alone. param_dtype: see `shard`."""
     shard(policy, mesh_of(world), param_dtype)
     policy.to_empty(device=world.device)
+    policy.initialize_buffers(world.device)
     stored, shapes = model.tensors, {name: parameter.shape for name, parameter in policy.named_parameters()}
     assert isinstance(stored, StoredTensors)
 

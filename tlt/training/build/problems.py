@@ -14,7 +14,7 @@ from tlt.base.io.data import DataSource, Records, read_data
 from tlt.base.io.files import Record
 from tlt.base.types import Problem, UserError
 from tlt.engine.build.model import model_folder
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
 from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records

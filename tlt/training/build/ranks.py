@@ -13,7 +13,7 @@ from tlt.base.io.hub import resolve_description
 from tlt.base.types import resolve_dtype
 from tlt.engine.memory import CPU_SHARE, machine_bytes
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import count_parameters
 from tlt.models.lora import count_adapters
 from tlt.training.build.policy import base_dtype, master_dtype

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import Policy
 from tlt.models.lora import adapted, is_of_adapter
 from tlt.training.ranks.world import World
 
@@ -50,7 +50,7 @@ def mesh_of(world: World) -> DeviceMesh:
     return DeviceMesh.from_group(world.group, world.device.type)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
+def shard(model: Policy, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
     """Layer by layer, in place, then the rest. Gradients are sums over the ranks, not means.
 
     param_dtype: dtype in which layers are gathered and computed; None: the slices'. Slices and sums of
@@ -58,7 +58,7 @@ def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None 
     """
     trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
-    for module in (*model.model.layers, model):
+    for module in (*model.layers, model):
         # The root too: a forward without a backward would leave it gathered, and stale after the next step.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     for module in model.modules():
@@ -68,11 +68,12 @@ def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None 
 
 
 @torch.no_grad()
-def fill(model: Transformer, rows: Rows) -> None:
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        local = parameter.to_local()
-        local.copy_(rows(name, local_rows(parameter)))
+def fill(model: Policy, rows: Rows) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(rows(name, local_rows(tensor)))
+        else:  # a buffer, such as a router's correction
+            tensor.copy_(rows(name, slice(None)))
 
 
 def local_rows(tensor: DTensor) -> slice:
@@ -94,8 +95,9 @@ class FullTensors(Mapping[str, Tensor]):
     dtype: None: not cast.
     """
 
-    def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:
-        self._parameters = {name: p for name, p in policy.named_parameters() if not is_of_adapter(name)}
+    def __init__(self, policy: Policy, dtype: torch.dtype | None = None) -> None:
+        stored = policy.state_dict(keep_vars=True)
+        self._tensors = {name: tensor for name, tensor in stored.items() if not is_of_adapter(name)}
         self._adapted, self._dtype = adapted(policy), dtype
 
     def __getitem__(self, name: str) -> Tensor:
@@ -103,13 +105,13 @@ class FullTensors(Mapping[str, Tensor]):
             # of full matrices, so that the number of ranks changes no bit
             merged = self._adapted[name].merged(full_tensor)
             return merged if self._dtype is None else merged.to(self._dtype)
-        return full_tensor(self._parameters[name], self._dtype)
+        return full_tensor(self._tensors[name], self._dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self._tensors)
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

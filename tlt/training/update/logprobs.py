@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tlt.models.attention import SharedPrompts
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf
 from tlt.training.update.algorithms import entropy
 from tlt.training.update.plan import Experience, families_of
@@ -24,7 +24,7 @@ LOGITS_PER_CHUNK = 2**24
 
 
 def response_logprobs(
-    model: Transformer | BaseOf, batch: Sequence[Experience], temperature: float
+    model: Policy | BaseOf, batch: Sequence[Experience], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_T, entropy_T) of the response tokens; the entropy carries no gradient. bf16 logits are
     widened to float32."""

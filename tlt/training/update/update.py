@@ -33,7 +33,7 @@ from tlt.base.config.schema import OptimizerSection
 from tlt.base.records import UpdateMetrics
 from tlt.base.types import Reward, Rollout, UserError, id_of, in_order
 from tlt.models.adam import trained_tensors
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf, bit_sum
 from tlt.training.update.algorithms import (
     importance_ratio,
@@ -90,13 +90,13 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Policy,
         algorithm_section: AlgorithmSection,
         optimizer_section: OptimizerSection,
         sampling: SamplingSection,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
-        reference: Transformer | BaseOf | None = None,
+        reference: Policy | BaseOf | None = None,
         reduces_each: bool = True,
     ) -> None:
         if sampling.temperature < COLDEST:
@@ -225,14 +225,14 @@ class PolicyTrainer:
         return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
 
     @torch.no_grad()
-    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
+    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Policy | BaseOf) -> list[Tensor]:
         """By rollout and token, float64. Every rank computes a share."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(id_of, rollouts), all_kl_T.split(lengths), strict=True))
         for batch in self._plan(responses):
-            models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
+            models: tuple[Policy | BaseOf, ...] = (self.model, reference)
             logprobs_T, reference_T = (
                 response_logprobs(model, batch.responses, self.temperature)[0] for model in models
             )
@@ -247,7 +247,7 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _frozen(
-        self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]
+        self, model: Policy | BaseOf, shares: Sequence[Sequence[MicroBatch]]
     ) -> dict[MicroBatch, Frozen]:
         """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
         (ratio 1)."""

@@ -21,7 +21,7 @@ from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.engine.vllm import server
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.speculation.tuner.step_costs import UNKNOWN
 from tlt.training.loop import describe_run, main
 

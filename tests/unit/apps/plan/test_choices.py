@@ -13,7 +13,7 @@ from tlt.apps.plan.memory import plan_memory
 from tlt.base.config.load import load_config
 from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 
 HERE = Path(__file__).parents[2]
 GIB = 2**30

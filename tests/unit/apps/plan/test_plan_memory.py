@@ -30,7 +30,7 @@ from tlt.engine.build.engine import build_engine
 from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 
 HERE = Path(__file__).parents[2]
 RECIPES = HERE.parents[1] / "recipes"

@@ -19,7 +19,7 @@ from tlt.base.config.mistakes import section_of
 from tlt.base.config.schema import Config
 from tlt.base.io.recipes import find_recipe
 from tlt.base.types import SamplingParams, UserError
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 
 BASE = find_recipe("countdown").parent / "base"
 ABSURD = 1e300

@@ -12,7 +12,7 @@ from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import resolve_dtype
 from tlt.engine.memory import machine_bytes
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.training.build import ranks
 from tlt.training.build.ranks import (
     CPU_PROCESS_BYTES,

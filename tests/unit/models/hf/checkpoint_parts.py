@@ -26,7 +26,8 @@ from tests.unit.models.transformer_parts import SIZES as sizes
 from tlt.base.types import UserError
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf.config import load_model_config, parse_config
+from tlt.models.hf.config import parse_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import content_hash, load_tensors, save_model
 
 PUBLISHED = Path(__file__).parents[2] / "published_configs"

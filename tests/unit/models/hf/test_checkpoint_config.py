@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.unit.models.hf.checkpoint_parts import CASES, PUBLISHED, SIZES, refusal, theirs
-from tlt.models.hf.config import config_to_hf, load_model_config, parse_config
+from tlt.models.hf.config import config_to_hf, parse_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import expected_shapes
 
 
@@ -91,7 +92,7 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (QWEN2, {"architectures": ["Qwen2MoeForCausalLM"]}, ""),
     (LLAMA, {"num_local_experts": 8}, ""),
     (QWEN2, {"vision_config": {"depth": 32}}, ""),
-    (QWEN2, {"architectures": ["MistralForCausalLM"]}, ""),
+    (QWEN2, {"architectures": ["GemmaForCausalLM"]}, ""),
     (QWEN2, {"architectures": None}, ""),
     (LLAMA, {"architectures": ["LlamaForCausalLMEagle3"]}, ""),
     (LLAMA, {"model_type": "mistral"}, ""),
@@ -109,13 +110,17 @@ REFUSED_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"mlp_bias": True}, ""),
     (LLAMA, {"hidden_act": "gelu"}, ""),
     (LLAMA, {"pretraining_tp": 2}, ""),
-    (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn';"),
-    (QWEN2, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear';"),
+    (
+        QWEN2,
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope_scaling.original_max_position_embeddings is None;",
+    ),
+    (QWEN2, {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None;"),
     (QWEN2, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is 'dynamic';"),
     (
         QWEN2,
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
-        "rope_parameters.rope_type is 'yarn';",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}},
+        "rope_parameters.rope_type is 'longrope';",
     ),
     (
         QWEN2,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.unit.models.hf.checkpoint_parts import edit_tensors, logits, refusal, theirs
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.models.hf.weights import content_hash, expected_shapes, load_tensors, read_safetensors
 

@@ -19,7 +19,7 @@ from tests.unit.models.hf.checkpoint_parts import hash_of, load_published_small,
 from tlt.base.io import files
 from tlt.models.decoder import Transformer
 from tlt.models.hf import weights as checkpoint
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import content_hash, load_tensors, plan_shards, save_model
 
 

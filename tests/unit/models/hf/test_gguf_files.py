@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 
 from tests.refused import refused
 from tests.unit.models.hf.gguf_parts import VOCABULARY, make_model, write_gguf
-from tlt.models.hf.config import load_model_config
+from tlt.models.hf.families import load_model_config
 from tlt.models.hf.gguf import convert_gguf
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.models.hf.weights import load_tensors

@@ -20,7 +20,7 @@ from tlt.drafter.drafting.learned.draft_cache import DraftCache, Levels
 from tlt.drafter.protocol import DraftContext
 from tlt.models.attention import cached
 from tlt.models.kv_cache import prefill_groups
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
 
 _ROWS_AT_ONCE = 64
@@ -32,7 +32,7 @@ class BlockCache(DraftCache):
     model: PackedBlock
 
     def __init__(
-        self, model: PackedBlock, target: PackedTransformer, captured_size: int, window: int, max_slots: int
+        self, model: PackedBlock, target: Target, captured_size: int, window: int, max_slots: int
     ) -> None:
         spare = model.config.block_size
         super().__init__(model, target, captured_size, window, max_slots, spare, least=1)

@@ -8,11 +8,11 @@ from tlt.drafter.drafting.learned.draft_cache import DraftCache
 from tlt.drafter.drafting.learned.pair_cache import PairCache
 from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.model import PackedDrafter
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 
 def make_cache(
-    model: PackedDrafter, target: PackedTransformer, captured_size: int, window: int, max_slots: int
+    model: PackedDrafter, target: Target, captured_size: int, window: int, max_slots: int
 ) -> DraftCache:
     """See `DraftCache` for the arguments."""
     if isinstance(model, PackedBlock):

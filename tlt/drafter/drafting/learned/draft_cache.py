@@ -18,7 +18,7 @@ from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.protocol import DraftContext
 from tlt.models.kv_cache import Cache
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 
 
 class Levels(ABC):
@@ -44,7 +44,7 @@ class DraftCache(ABC):
     def __init__(
         self,
         model: PackedDrafter,
-        target: PackedTransformer,
+        target: Target,
         captured_size: int,
         window: int,
         max_slots: int,

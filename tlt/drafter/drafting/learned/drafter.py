@@ -30,7 +30,7 @@ from tlt.drafter.model import PackedDrafter
 from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.drafter.shape import training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.tree import chain
 
@@ -87,7 +87,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def __init__(
         self,
         model: PackedDrafter,
-        target: PackedTransformer,
+        target: Target,
         max_slots: int,
         settings: LearnedSettings = LearnedSettings(),
         on_verdicts: OnVerdicts | None = None,

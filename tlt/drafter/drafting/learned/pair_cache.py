@@ -32,7 +32,7 @@ from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.protocol import DraftContext
 from tlt.models.attention import StoringPrefill, cached
 from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
-from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask, tree_mask
 
 _CATCH_UP_TOKENS = 256
@@ -60,7 +60,7 @@ class PairCache(DraftCache):
     model: PackedEagle
 
     def __init__(
-        self, model: PackedEagle, target: PackedTransformer, captured_size: int, window: int, max_slots: int
+        self, model: PackedEagle, target: Target, captured_size: int, window: int, max_slots: int
     ) -> None:
         super().__init__(model, target, captured_size, window, max_slots, SPARE_COLUMNS, least=2)
 

@@ -1,0 +1,236 @@
+"""Any decoder of transformers, for the update and for the engine.
+
+    transformers' modeling file ── q, k, v of a layer ──▶ attention(…, attend) ──▶ attention over our caches
+    embedding, rotary positions, norms, MLPs, routers     scale, window, softcap, sinks: attention_form.py
+
+`hf/families.py` lists what was checked against transformers' own attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from tlt.models.any_config import AnyConfig
+from tlt.models.attention_form import PLAIN, AttentionForm
+from tlt.models.decoder import Policy, Reader
+from tlt.models.target import Attention, Target
+
+_NAME = "tlt"
+
+
+class AnyTransformer(Policy):
+    """Trainable, with the names of transformers' module; a tied head has no entry.
+
+    checkpoints_activations: whether the backward pass recomputes each layer's activations.
+    """
+
+    config: AnyConfig
+
+    def __init__(
+        self, config: AnyConfig, dtype: torch.dtype = torch.float32, checkpoints_activations: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        module = AutoModelForCausalLM.from_config(
+            config.for_transformers(),
+            dtype=dtype,
+            attn_implementation=_NAME,
+            experts_implementation="eager" if dtype == torch.float64 else None,  # grouped products lack it
+        ).eval()
+        self._unregistered: tuple[PreTrainedModel] = (module,)  # its children are
+        self.stack_name = module.base_model_prefix
+        self.add_module(self.stack_name, getattr(module, self.stack_name))
+        self.lm_head = None if config.tie_embeddings else module.get_output_embeddings()
+        self.initialize_buffers(torch.get_default_device())
+        if checkpoints_activations:
+            for layer in self.layers:
+                layer.forward = _checkpointed(layer.forward)
+
+    def initialize_buffers(self, device: torch.device) -> None:
+        """Computes what no checkpoint holds: rotary frequencies, scales of embeddings."""
+        module = self.module
+        stored = self.state_dict().keys()
+        for path, part in self.named_modules():
+            prefix = f"{path}." if path else ""
+            names = [name for name, _ in part.named_buffers(recurse=False) if prefix + name not in stored]
+            with torch.device("cpu"), torch.no_grad():
+                for name in names:
+                    setattr(part, name, torch.full_like(getattr(part, name), math.nan, device="cpu"))
+                if names:
+                    module._init_weights(part)
+            for name in names:
+                buffer = getattr(part, name)
+                assert buffer.isfinite().all(), f"transformers' _init_weights leaves {prefix}{name} as it was"
+                setattr(part, name, buffer.to("cpu" if device.type == "meta" else device))
+
+    @property
+    def module(self) -> PreTrainedModel:
+        return self._unregistered[0]
+
+    @property
+    def stack(self) -> nn.Module:
+        """Hugging Face's `model`."""
+        stack: nn.Module = getattr(self, self.stack_name)
+        return stack
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers = self.stack.layers
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        embedding = self.stack.embed_tokens
+        assert isinstance(embedding, nn.Embedding)
+        return embedding
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, read: Reader | None = None
+    ) -> Any:
+        found = self.stack(
+            input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attend=attend
+        )
+        features_NE: Tensor = found.last_hidden_state[0]
+        return features_NE if read is None else read(features_NE)
+
+    def forward_capturing(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """See `Target`."""
+        captured: dict[int, Tensor] = {}
+        hooks = [
+            self.layers[index].register_forward_pre_hook(_keep_input(captured, index))
+            for index in capture
+            if index < len(self.layers)
+        ]
+        try:
+            features_NE = self(token_ids_N, positions_N, attend)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        captured[len(self.layers)] = features_NE
+        return features_NE, torch.cat([captured[i] for i in capture or (len(self.layers),)], dim=-1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits = F.linear(features, self.head_weight)
+        if self.config.head_scale != 1.0:
+            logits = logits * self.config.head_scale
+        cap = self.config.head_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def _checkpointed(forward: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return checkpointed
+
+
+def _keep_input(captured: dict[int, Tensor], index: int) -> Any:
+    def keep(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        captured[index] = inputs[0][0]
+
+    return keep
+
+
+class AnyTarget(Target):
+    """borrows: whether parameters of this dtype and device are the policy's own memory."""
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        borrows: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device, self.borrows = config, dtype, torch.device(device), borrows
+        with torch.device("meta"):
+            self.model = AnyTransformer(config, dtype)
+        if not borrows:
+            self.model.to_empty(device=self.device)
+        self.model.requires_grad_(False).initialize_buffers(self.device)
+        self.embedding_VE, self.head_VE = self.model.embedding.weight, self.model.head_weight
+
+    @torch.no_grad()
+    def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        own = self.model.state_dict(keep_vars=True)
+        missing = set(own)
+        for part in parts:
+            for name, given in part.items():
+                if given.shape != own[name].shape:
+                    wanted = list(own[name].shape)
+                    raise RuntimeError(f"{name} has shape {list(given.shape)} where {wanted} is expected")
+                if self.borrows:
+                    own[name].data = given.detach().to(self.device, self.dtype)
+                else:
+                    own[name].copy_(given.detach())
+                missing.discard(name)
+            del part  # before the next one is made
+        if missing:
+            raise KeyError(min(missing))
+        self.version = version
+        vars(self).pop("unsound_V", None)
+
+    def forward_capturing(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        return self.model.forward_capturing(token_ids_N, positions_N, attend, capture)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embedding(token_ids)
+        return embedded
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.model.logits(features)
+
+
+# ── attention, as transformers calls it ─────────────────────────────────────────────────────────────────────
+
+
+def _attention(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1KND: Tensor,
+    value_1KND: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attend: Attention,
+    **form: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, N, H, D]. form: scaling, sliding_window, softcap, s_aux (sinks), and what no form needs."""
+    assert attention_mask is None, "a mask is made only for implementations that transformers knows"
+    _, num_heads, num_tokens, head_dim = query_1HND.shape
+    known = _form(form.get("scaling"), form.get("sliding_window"), form.get("softcap"), head_dim)
+    if (sinks_H := form.get("s_aux")) is not None:
+        known = replace(known, sinks_H=sinks_H)
+    qkv_NSD = torch.cat([query_1HND[0], key_1KND[0], value_1KND[0]]).transpose(0, 1)
+    out_NC = attend(module.layer_idx, qkv_NSD, known)  # type: ignore[arg-type]
+    return out_NC.view(1, num_tokens, num_heads, head_dim), None
+
+
+@lru_cache
+def _form(scaling: float | None, window: int | None, softcap: float | None, head_dim: int) -> AttentionForm:
+    is_usual = scaling is None or math.isclose(scaling, head_dim**-0.5, rel_tol=1e-12)
+    if is_usual and window is None and softcap is None:
+        return PLAIN
+    return AttentionForm(None if is_usual else scaling, window, softcap)
+
+
+AttentionInterface.register(_NAME, _attention)

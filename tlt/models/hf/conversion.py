@@ -1,0 +1,91 @@
+"""Names and layouts of a transformers module ↔ those of its checkpoints, by transformers' own table.
+
+module       model.layers.0.mlp.experts.gate_up_proj                     [experts, 2 × inner, hidden]
+checkpoint   model.layers.0.mlp.experts.0.gate_proj.weight, …            [inner, hidden] each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tlt.models.any_config import AnyConfig
+from tlt.models.decoder import ModelConfig
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Stored tensors that become a module's tensor, and the pattern that each matches; None: as it is."""
+
+    names: tuple[str, ...]
+    patterns: tuple[str | None, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        return self.patterns == (None,)
+
+
+class SameNames:
+    """The conversion of our own decoder: none."""
+
+    def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
+        """By name in the module."""
+        return {name: Sources((name,), (None,)) for name in stored}
+
+    def to_module(self, name: str, sources: Sources, read: Callable[[str], Tensor]) -> Tensor:
+        return read(sources.names[0])
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each tensor's own conversion: a module's tensor needs no other."""
+        return dict(tensors)
+
+
+class Conversion(SameNames):
+    def __init__(self, config: AnyConfig) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        from tlt.models.any import AnyTransformer
+
+        with torch.device("meta"):
+            self.module = AnyTransformer(config).module
+        table = get_model_conversion_mapping(self.module)
+        self.renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        self.converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+
+    def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+        found: dict[str, list[tuple[str, str | None]]] = {}
+        for name in sorted(stored, key=dot_natural_key):
+            target, pattern = rename_source_key(name, self.renamings, self.converters)
+            found.setdefault(target, []).append((name, pattern))
+        return {target: Sources(*map(tuple, zip(*parts, strict=True))) for target, parts in found.items()}
+
+    def to_module(self, name: str, sources: Sources, read: Callable[[str], Tensor]) -> Tensor:
+        if sources.is_alone:
+            return read(sources.names[0])
+        (converter,) = (one for one in self.converters if sources.patterns[0] in one.source_patterns)
+        converter = deepcopy(converter)
+        for source, pattern in zip(sources.names, sources.patterns, strict=True):
+            # a tensor, as transformers' own saving adds it
+            converter.add_tensor(name, source, pattern, read(source))  # type: ignore[arg-type]
+        converted = converter.convert(name, model=self.module, config=self.module.config)[name]
+        tensor: Tensor = converted[0] if isinstance(converted, list) else converted
+        return tensor
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        converted: dict[str, Tensor] = revert_weight_conversion(self.module, dict(tensors))
+        return converted
+
+
+@lru_cache
+def conversion_of(config: ModelConfig) -> SameNames:
+    return Conversion(config) if isinstance(config, AnyConfig) else SameNames()

@@ -1,0 +1,119 @@
+"""config.json → AnyConfig, for the decoders that were compared with transformers' own attention.
+
+Each has attention of known form in every layer. Others are refused in one line that says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tlt.base.io.text import one_line
+from tlt.models.any_config import AnyConfig
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf.config import Fields, OtherComputation, parse_config
+from tlt.models.hf.files import existing_directory, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Implementation = Literal["auto", "own", "transformers"]
+
+DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral olmo2 olmo3"
+DENSE += " phi3 qwen2 qwen3 seed_oss smollm3"
+EXPERTS = "glm4_moe gpt_oss mixtral olmoe qwen3_moe"
+CHECKED = frozenset([*DENSE.split(), *EXPERTS.split()])
+"""model_type of each; tests/unit/models/test_any.py compares them."""
+
+MIN_WINDOW = 16
+"""A window is longer than a draft tree is deep."""
+
+
+def load_model_config(path: Path | str, implementation: Implementation = "auto") -> ModelConfig:
+    """UserError for mistakes, OtherComputation for models that are not computed here.
+
+    implementation: own: decoder.py; transformers: any.py; auto: decoder.py where it can.
+    """
+    source = existing_directory(path) / "config.json"
+    raw = read_json(source)
+    if implementation == "own":
+        return parse_config(raw, str(source))
+    if implementation == "auto":
+        with suppress(OtherComputation):
+            return parse_config(raw, str(source))
+    try:
+        return parse_any(raw, str(source))
+    except OtherComputation as refusal:
+        remedy = "engine vllm may generate with it, but cannot train it"
+        raise OtherComputation(f"{refusal}; {remedy}") from None
+
+
+def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
+    """Errors (UserError, OtherComputation) name `source`."""
+    fields = Fields(raw, source)
+    _refuse_unknown(fields)
+    config = _read(fields)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise fields.other("layer_types", f"{min(kinds)} is no attention that can be computed here")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < MIN_WINDOW:
+        raise fields.other("sliding_window", f"a window has at least {MIN_WINDOW} tokens")
+    _refuse_ropes(fields, config)
+    num_heads = config.num_attention_heads
+    scaling = getattr(config, "logits_scaling", None)
+    return AnyConfig(
+        architecture="transformers",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=_active_width(config),
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        max_positions=config.max_position_embeddings,
+        tie_embeddings=bool(config.tie_word_embeddings),
+        raw=json.dumps(dict(raw), sort_keys=True),
+        head_scale=1.0 if scaling is None else 1.0 / scaling,
+        head_softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _active_width(config: PreTrainedConfig) -> int:
+    """Of a token's MLP; of experts, of those that it is routed to."""
+    width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return width * (getattr(config, "num_experts_per_tok", None) or 1)
+
+
+def _refuse_unknown(fields: Fields) -> None:
+    raw, family = fields.raw, fields.text("model_type")
+    if raw.get("quantization_config") is not None:
+        remedy = "quantized weights cannot be trained, use the unquantized checkpoint"
+        raise fields.other("quantization_config", remedy)
+    if family not in CHECKED:
+        known = "it was not compared with transformers; known are"
+        raise fields.other("model_type", f"{known} {', '.join(sorted(CHECKED))}")
+
+
+def _read(fields: Fields) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[fields.raw["model_type"]].from_dict(dict(fields.raw))
+    except Exception as error:  # transformers refuses by exceptions of many kinds
+        raise fields.refusal("model_type", f"transformers cannot read it ({one_line(error, 160)})") from None
+    return config
+
+
+def _refuse_ropes(fields: Fields, config: PreTrainedConfig) -> None:
+    """Frequencies that depend on a batch's longest text would let one response change another."""
+    ropes = config.rope_parameters or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope" or (kind == "dynamic" and not rope.get("alpha")):
+            named = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
+            remedy = f"{kind} positions depend on the longest text of a batch, so they cannot be batched"
+            raise fields.other(named, remedy)

@@ -1,0 +1,31 @@
+"""Makes a policy's module and an engine's copy, by what config.json describes."""
+
+from __future__ import annotations
+
+import torch
+
+from tlt.models.any_config import AnyConfig
+from tlt.models.decoder import ModelConfig, Policy, Transformer
+from tlt.models.packed import PackedTransformer
+from tlt.models.target import Target
+
+
+def new_transformer(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, checkpoints_activations: bool = False
+) -> Policy:
+    if isinstance(config, AnyConfig):
+        from tlt.models.any import AnyTransformer
+
+        return AnyTransformer(config, dtype, checkpoints_activations)
+    return Transformer(config, checkpoints_activations).to(dtype)
+
+
+def new_target(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", borrows: bool = False
+) -> Target:
+    """borrows: whether unchanged tensors are the policy's own memory, if dtype and device agree."""
+    if isinstance(config, AnyConfig):
+        from tlt.models.any import AnyTarget
+
+        return AnyTarget(config, dtype, device, borrows)
+    return PackedTransformer(config, dtype, device, borrows)

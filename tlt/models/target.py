@@ -1,0 +1,60 @@
+"""What engine, drafters and spot training ask of a policy's copy for inference: packed.py is the fast one,
+any.py the general one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt.models.attention_form import PLAIN, AttentionForm
+from tlt.models.decoder import ModelConfig
+
+
+class Attention(Protocol):
+    """Receives rotated queries, keys and values, S = H + 2K heads; returns [N, H·D]."""
+
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor: ...
+
+
+class Target:
+    """`version` is the number of the loaded policy, -1 before the first."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    version: int = -1
+    embedding_VE: Tensor
+    head_VE: Tensor
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """KeyError for a missing tensor, RuntimeError for another shape."""
+        self.load_parts([tensors], version)
+
+    def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Parts come in any order, and none is kept. All tensors of a layer are in one part."""
+        raise NotImplementedError
+
+    def forward_capturing(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """(features_NE, captured_NF): the inputs of the layers in `capture`, side by side, residual sums
+        before any norm. The number of layers captures the features, as does an empty `capture`."""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, features: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @cached_property
+    def unsound_V(self) -> Tensor | None:
+        """bool[V]: tokens whose embedding is not finite, such as padding that is never sampled; None: there
+        are none. No draft may contain one: its cache entries would spoil the results of earlier tokens."""
+        if torch.stack(self.embedding_VE.aminmax()).isfinite().all():
+            return None
+        return ~self.embedding_VE.isfinite().all(dim=1)
