@@ -267,8 +267,6 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     engine.model.forward_capturing = watched
     engine.add(asked)
     engine.memory.reserve(1, 1)
-    read = engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))
+    engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))
     assert max(sizes) <= 33
-    assert read is not None
-    assert (read.num_tokens, read.num_forwards) == (sum(sizes), len(sizes))
     assert tokens_of(engine, []) == expected

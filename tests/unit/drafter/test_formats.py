@@ -24,15 +24,11 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
 from tests.refused import refused
-from tests.unit.speculation.tuner.test_tuner import Machine, play
-from tlt.base.speculation import Adaptive
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import Target
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
-from tlt.engine.build.engine import _make_tuner
-from tlt.engine.settings import EngineSettings
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.families import load_model_config
@@ -569,21 +565,6 @@ def test_the_mask_follows_from_the_map(tmp_path: Path, maps: Mapping[str, Tensor
     assert torch.equal(found.tensors["d2t"], D2T)
     assert torch.equal(found.tensors["t2d"], T2D)
     assert found.config.is_reduced
-
-
-@pytest.mark.parametrize("recorded", [0.5, 0.94, 0.99, 1e-6, "0.9", [0.9, 0.8], None])
-def test_what_a_folder_records_of_acceptance_changes_no_choice_of_the_tuner(recorded: Any) -> None:
-    """It was measured on other texts, and at depth 1 alone."""
-    choices = []
-    for about in ({}, {"acceptance": recorded}):
-        drafter = replace(make_drafter(DEEP, "eagle"), about=about)
-        settings = EngineSettings(speculation=Adaptive())
-        tuner = _make_tuner(DEEP, settings, drafter, ("learned", "ngram", "hybrid"))
-        assert tuner is not None
-        machine = Machine({"learned": 0.93, "ngram": 0.05, "hybrid": 0.93}, 25.0)
-        choices.append(play(tuner, machine, [1] * 200))
-    assert choices[0] == choices[1]
-    assert any(arm.depth > 8 for arm in choices[0]), "the drafter is good: long chains are tried"
 
 
 def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_generate_writes_one_line_per_response_in_order(
 ) -> None:
     named = {"problem_id": "b", "prompt": "[2,9:7]"}, {"problem_id": 7, "prompt": "1"}
     write_lines("prompts.jsonl", named[0], "", {"prompt_ids": [3, 4]}, named[1])
-    summary = generate(capsys, model, "--samples", "3", "--seed", "5", "--device", "cpu")
+    summary = generate(capsys, model, "--samples", "3", "--seed", "5", "--speculation", "off")
     records = read_lines("out.jsonl")
     keys = [(r["problem_id"], r["sample_index"]) for r in records]
     assert keys == [(p, s) for p in ("b", "3", "7") for s in range(3)]

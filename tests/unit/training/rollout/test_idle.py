@@ -13,8 +13,9 @@ import pytest
 
 from tlt.base.records import AheadReport, DrafterReport, IdleUse
 from tlt.base.spans import Span
+from tlt.base.strategy import Strategy
 from tlt.engine.stats import EngineStats
-from tlt.speculation.tuner.protocol import ExpectedSpeeds, StepOutcome
+from tlt.speculation.tuner.protocol import Choice, StepOutcome
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout import idle_choice as module
 from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
@@ -108,8 +109,8 @@ def test_real_work_ends_a_rest_at_once() -> None:
 def test_what_references_have_won_is_known_where_a_tuner_predicts() -> None:
     def facts(predicted: float | None = 9.0) -> IdleFacts:
         stats = EngineStats(won_seconds=4.0)
-        stats.record_step("off", StepOutcome(3, (), (), 1.0), 1, ExpectedSpeeds(predicted))
-        stats.record_step("learned:4x1x4", StepOutcome(3, (), (), 1.0), 1)  # a trial
+        stats.record_step(Choice(Strategy.OFF, predicted), StepOutcome(3, (), (), 1.0), 1)
+        stats.record_step(Choice(Strategy.OFF), StepOutcome(3, (), (), 1.0), 1)  # before a prediction
         return facts_of(
             PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50
         )

@@ -95,7 +95,7 @@ def run_phase(
 
     engine.step = dying_step  # type: ignore[method-assign, assignment]  # the fault
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(3)]
-    sampling = DynamicSampling(5, NUM_SAMPLES, 1, [Problem("s0", (3, 5, 5))])
+    sampling = DynamicSampling(5, NUM_SAMPLES, [Problem("s0", (3, 5, 5))], 1)
     with RewardPool(RewardSpec("data", ("group_rewards:standing",)), num_workers, 60) as scorers:
         sinks, queue = Sinks(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
         phase = RolloutPhase(ALONE, engine, queue, sinks, Timeline(0), lambda: False)
