@@ -30,7 +30,7 @@ NOT_RUN = {
     "engine vllm": "needs vLLM (make vllm-test)",
     "tlt serve": "needs vLLM (make vllm-test)",
     "sglang-eagle3": "needs a drafter of form EAGLE-3",
-    "shout:TASK": "a module that the page shows in parts",
+    "shout.py:TASK": "words, for which the countdown tokenizer has no tokens",
     "quickstart.toml --task.options": "a recipe of smollm2",
     "reasoning-gym": "needs reasoning-gym",
     "tlt bench": "minutes",
@@ -65,7 +65,7 @@ INPUTS = {
         ("FILE", "FILE.jsonl", "prompts.jsonl", "problems2.jsonl", "rows.jsonl"), "problems.jsonl"
     ),
     **dict.fromkeys(("old.jsonl", "both.jsonl", "responses2.jsonl"), "responses.jsonl"),
-    **dict.fromkeys(("DATA", "chat.jsonl"), "rows.jsonl"),
+    **dict.fromkeys(("DATA", "chat.jsonl", "train.parquet"), "rows.jsonl"),
     **dict.fromkeys(("CONFIG", "CONFIG.toml", "quickstart.toml"), "countdown"),
     **dict.fromkeys(("RUN", "runs/a", "runs/quickstart", "runs/off", "runs/tlt", "runs/headline"), "run"),
     "FILE.py:FUNCTION": "my_rewards.py:close",
@@ -76,6 +76,9 @@ INPUTS = {
 REWARDS = """
 def close(completions, **kwargs):
     return [float(len(text)) for text in completions]
+
+def score(completions, **kwargs):
+    return close(completions)
 
 length_penalty = judged = close
 """
