@@ -27,8 +27,10 @@ EXPLORE = 0.02
 """Share of all seconds that trials may cost."""
 OPTIMISM = 1.5
 """An arm is worth a trial if it would be the fastest this many standard deviations above its prediction."""
-MARGIN = 0.02
+MARGIN = 0.01
 """Lead over off that speculation needs."""
+CHEAP = 0.02
+"""Loss, in seconds of the cheapest step, below which trials are not told apart by their cost."""
 NUM_FIRST = 3
 """Steps of off before anything else."""
 CATCH_UP = 3.0
@@ -124,7 +126,7 @@ class CostModel(StrategyTuner):
         is_worth_A = (lead_A > 0) & (loss_A <= EXPLORE * self.seconds - self.lost_seconds)
         is_worth_A[best] = False
         if is_worth_A.any():
-            gain_A = lead_A / (loss_A + MARGIN * cost.seconds_A.min())  # cheap trials first
+            gain_A = lead_A / (loss_A + CHEAP * cost.seconds_A.min())  # cheap trials first
             chosen = int(np.where(is_worth_A, gain_A, 0.0).argmax())
         otherwise = (
             float(speed_A[~self._uses_references_A].max()) if self._uses_references_A[chosen] else None
