@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,21 @@ def test_what_cannot_be_batched_or_was_not_compared_is_refused_in_a_line(name: s
         config_of(name)
     assert str(refusal.value).startswith("config.json: ")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("gemma-3-1b", {"use_bidirectional_attention": True}),
+        ("Olmo-3.1-32B", {"layer_types": ["chunked_attention"] * 4}),
+        ("Mistral-7B-v0.1", {"sliding_window": 15}),
+        ("Hunyuan-7B", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}),
+    ],
+)
+def test_a_flag_that_attention_would_have_to_know_is_refused(name: str, changed: dict[str, Any]) -> None:
+    with refused(f"config.json: {next(iter(changed))} is "):
+        parse_any(shrunk(name) | changed, "config.json")
 
 
 @pytest.mark.parametrize("name", COMPUTED)

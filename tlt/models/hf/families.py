@@ -59,6 +59,8 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         raise fields.other("layer_types", f"{min(kinds)} is no attention that can be computed here")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise fields.other("use_bidirectional_attention", "a token must see earlier tokens alone")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < MIN_WINDOW:
         raise fields.other("sliding_window", f"a window has at least {MIN_WINDOW} tokens")
