@@ -41,7 +41,9 @@ class Subject:
         settings = engine_settings(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # keeps nothing for training
         self.settings = dataclasses.replace(settings, drafting=untrained, own_process=True)
-        self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
+        self.model = model or open_model(
+            model_folder(config), master_dtype(config), adapter_folder(config), config.model.implementation
+        )
         self.weights: Target | None = None
         self.drafter = drafter or load_stored_drafter(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")

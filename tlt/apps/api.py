@@ -24,6 +24,7 @@ import torch
 from tlt.apps.run.start import launch_ranks, prepare, run_started_rank
 from tlt.base.clock import Moment
 from tlt.base.config.drafter import DrafterSection, check_served
+from tlt.base.config.engine import Implementation
 from tlt.base.config.load import load_config
 from tlt.base.config.mistakes import find_nearest, validate
 from tlt.base.config.schema import Config
@@ -112,7 +113,8 @@ class Engine:
         engine: TLT's own engine, or an installed vLLM with the same sampling law inside, which also takes
             models that TLT does not train (docs/vllm.md).
         drafting: keys of the configuration section [drafter], such as vocabulary=4096, the number of
-            tokens that the drafter may propose.
+            tokens that the drafter may propose; and implementation: "own" is TLT's decoder, "transformers"
+            a modeling file of transformers, "auto" TLT's where it computes the family (docs/models.md).
         """
         checked("max_batch_size", max_batch_size, BatchSize)
         for name, value in {"path": path, **({} if drafter is None else {"drafter": drafter})}.items():
@@ -120,6 +122,7 @@ class Engine:
                 hub = "give a folder, or a name on the Hugging Face hub"
                 raise UserError(f"{name}: is {shorten(value)}; {hub}")
         checked("revision", revision, str | None)
+        implementation = checked("implementation", drafting.pop("implementation", "auto"), Implementation)
         section = validate(DrafterSection, drafting, "drafter")
         if engine not in ("tlt", "vllm"):
             raise UserError(f"engine: is {shorten(engine)}; give tlt or vllm")
@@ -137,7 +140,7 @@ class Engine:
             engine=engine,
             drafting=section,
         )
-        model = load_model_for(resolve_model(path, revision), engine)
+        model = load_model_for(resolve_model(path, revision), engine, None, implementation)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
 
     @property

@@ -212,6 +212,6 @@ def test_a_preset_of_another_form_is_refused_before_anything_starts(
             "run": {"num_ranks": 1},
         }
     )
-    monkeypatch.setattr("tlt.apps.run.start.load_model_config", lambda path: DEEP)
+    monkeypatch.setattr("tlt.apps.run.start.load_model_config", lambda *_: DEEP)
     with refused(r"preset: hass does not train a drafter of form eagle3"):
         preflight(config)

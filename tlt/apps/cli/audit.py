@@ -210,7 +210,7 @@ def _generate(options: AuditEngine, speculation: Speculation, requests: Sequence
 
     faulty = PlantedFault(options.plant_fault, options.seed) if options.plant_fault else verify
     settings = options.engine_settings(speculation, longest(requests))
-    model = load_model_for(resolve_model(options.model), options.engine)
+    model = load_model_for(resolve_model(options.model), options.engine, None, options.implementation)
     engine = load_engine(model, settings, options.drafter_folder, faulty)
     try:
         return Answers(tuple(generate_in_order(engine, requests)))

@@ -98,7 +98,8 @@ def _of_model(options: Bench) -> Subject:
     options.check_engine(Adaptive())
     torch.set_num_threads(options.threads)
     adapter = options.adapter and resolve_model(options.adapter)
-    model = load_model_for(resolve_model(options.model), options.engine, adapter)
+    folder = resolve_model(options.model)
+    model = load_model_for(folder, options.engine, adapter, options.implementation)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.model_fields_set:
@@ -133,7 +134,7 @@ def _of_run(options: Bench) -> Subject:
     served = open_served(options.model, None, _say)
     config = served.config
     torch.set_num_threads(config.run.threads_per_rank)
-    model = open_model(served.policy, master_dtype(config))
+    model = open_model(served.policy, master_dtype(config), None, config.model.implementation)
     return Subject(
         model,
         load_stored_drafter(served.drafter, model),

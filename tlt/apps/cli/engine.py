@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tlt.apps.cli.options import DrafterName, Options, StopNumbers, StopWords
 from tlt.base.config.drafter import DrafterSection, DraftVocabOption, check_served
-from tlt.base.config.engine import DeviceSection, EngineSection
+from tlt.base.config.engine import DecoderSection, DeviceSection, EngineSection
 from tlt.base.config.sampling import SamplingSection
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import Repository, resolve_model
@@ -45,7 +45,7 @@ class SamplingOptions(SamplingSection, Options):
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
 
 
-class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
+class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, Options):
     """The engine, its drafter and its device:"""
 
     drafter: DrafterName = None

@@ -72,7 +72,7 @@ def run(options: Generate) -> Record:
         from tlt.models.hf.prompts import check_max_tokens, make_requests
 
         options.check_engine(options.speculation, options.references is not None)
-        model = load_model_for(folder, options.engine, adapter)
+        model = load_model_for(folder, options.engine, adapter, options.implementation)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.model_fields_set:

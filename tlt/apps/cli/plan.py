@@ -71,11 +71,11 @@ def planned_run(options: PlanMemory) -> PlannedRun:
     from tlt.apps.plan.sizes import GIB, PlannedRun
     from tlt.base.io.hub import resolve_description
     from tlt.drafter.formats.folder import load_shape
+    from tlt.engine.build.model import described_model
     from tlt.engine.memory import machine_bytes
-    from tlt.models.hf.families import load_model_config
     from tlt.training.build.ranks import all_ranks, local_ranks
 
-    model = load_model_config(resolve_description(config.model.path, config.model.revision))
+    model = described_model(config)
     path, device, has_gpu = config.drafter.path, config.run.device, torch.cuda.is_available()
     drafter = None if path is None else load_shape(resolve_description(path), model)
     is_gpu = device == "cuda" or (device == "auto" and (has_gpu or options.device_gib is not None))

@@ -226,7 +226,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
         check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
-    model = load_model_config(model_folder(config))
+    model = load_model_config(model_folder(config), config.model.implementation)
     num_adapted = count_adapters(model, config.lora) if config.lora.is_used else None
     read_start(config, model)
     stored = None

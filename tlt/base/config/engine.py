@@ -1,4 +1,5 @@
-"""Keys of an engine and its device, which [run], [rollout] and the commands that generate share."""
+"""Keys of an engine, its device and its model's code, which [run], [rollout], [model] and the commands that
+generate share."""
 
 from __future__ import annotations
 
@@ -6,6 +7,17 @@ from typing import Literal
 
 from tlt.base.config.section import Section
 from tlt.base.kinds import BatchSize, Gib
+
+Implementation = Literal["auto", "own", "transformers"]
+
+
+class DecoderSection(Section):
+    """The code that computes the model."""
+
+    implementation: Implementation = "auto"
+    """Code that computes the model (docs/models.md). own: TLT's own decoder, the fast one. transformers: the
+    modeling file of transformers, with TLT's attention. auto: own where it computes the model's family, else
+    transformers. The tokens are the same but for rounding."""
 
 
 class EngineSection(Section):

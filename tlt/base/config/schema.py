@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.base.config.algorithm import AlgorithmSection
 from tlt.base.config.drafter import DrafterSection
-from tlt.base.config.engine import DeviceSection
+from tlt.base.config.engine import DecoderSection, DeviceSection
 from tlt.base.config.lora import LoraSection
 from tlt.base.config.mistakes import mistake, validate
 from tlt.base.config.rewards import RewardsSection
@@ -112,7 +112,7 @@ class ParallelSection(Section):
     policy."""
 
 
-class ModelSection(Section):
+class ModelSection(DecoderSection):
     """The policy to start from. --model.chat_template_kwargs.KEY VALUE sets a variable of the tokenizer's
     chat template, such as enable_thinking; --model.chat_template_kwargs {} removes all that the file sets."""
 

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tlt.base.config.engine import Implementation
 from tlt.base.config.schema import Config
-from tlt.base.io.hub import resolve_model
+from tlt.base.io.hub import resolve_description, resolve_model
 from tlt.base.types import SamplingParams, UserError
 from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
@@ -74,32 +75,56 @@ def drafter_folder(config: Config) -> Path | None:
     return None if config.drafter.path is None else resolve_model(config.drafter.path)
 
 
-def load_model_for(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> ModelFolder:
-    """vLLM takes families that our decoder does not compute."""
+def described_model(config: Config) -> ModelConfig:
+    """Of config.json alone: weights need not be there."""
+    folder = resolve_description(config.model.path, config.model.revision)
+    return load_model_config(folder, config.model.implementation)
+
+
+def load_model_for(
+    path: Path,
+    engine: Literal["tlt", "vllm"],
+    adapter: Path | None = None,
+    implementation: Implementation = "auto",
+) -> ModelFolder:
+    """vLLM takes families that are not computed here. UserError for vLLM with an implementation of ours."""
+    if engine == "vllm" and implementation != "auto":
+        what = f"implementation: {implementation} is TLT's, and vLLM computes the model with code of its own"
+        raise UserError(f"{what}; leave it out")
     if adapter is not None and engine == "vllm":
         raise UserError(
             f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine "
             "vllm"
         )
     try:
-        return load_model(path, adapter=adapter)
+        return load_model(path, None, adapter, implementation)
     except OtherComputation:
         if engine == "tlt":
             raise
         return ModelFolder(path, read_limits(path), *_tokens(path))
 
 
-def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+def load_model(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    implementation: Implementation = "auto",
+) -> Model:
     """dtype: of the tensors; None: as stored.
     adapter: a PEFT folder to merge; UserError where it does not fit.
     """
-    model = open_model(path, dtype, adapter)
+    model = open_model(path, dtype, adapter, implementation)
     return replace(model, tensors=dict(model.tensors))
 
 
-def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+def open_model(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    implementation: Implementation = "auto",
+) -> Model:
     """As `load_model`, lazily: each tensor is read and checked when looked up."""
-    config = load_model_config(path)
+    config = load_model_config(path, implementation)
     tokens = _tokens(path)
     if adapter is None:
         return Model(path, config, *tokens, StoredTensors(path, config, dtype))
@@ -110,9 +135,10 @@ def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | Non
 def open_start(config: Config, dtype: torch.dtype) -> Model:
     """Opens a run's initial policy. An adapter is trained further if the run trains adapters, else merged."""
     folder, adapter = model_folder(config), adapter_folder(config)
-    if adapter is None or not config.lora.is_used:
-        return open_model(folder, dtype, adapter)
-    model = open_model(folder, dtype)
+    trains_it = adapter is not None and config.lora.is_used
+    model = open_model(folder, dtype, None if trains_it else adapter, config.model.implementation)
+    if not trains_it:
+        return model
     return replace(model, adapter=read_start(config, model.config))
 
 

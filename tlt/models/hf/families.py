@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from tlt.base.config.engine import Implementation
 from tlt.base.io.text import one_line
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
@@ -19,8 +20,6 @@ from tlt.models.hf.files import existing_directory, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-Implementation = Literal["auto", "own", "transformers"]
 
 DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral olmo2 olmo3"
 DENSE += " phi3 qwen2 qwen3 seed_oss smollm3"
@@ -39,15 +38,14 @@ def load_model_config(path: Path | str, implementation: Implementation = "auto")
     """
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
-    if implementation == "own":
-        return parse_config(raw, str(source))
     if implementation == "auto":
         with suppress(OtherComputation):
             return parse_config(raw, str(source))
     try:
-        return parse_any(raw, str(source))
+        return parse_config(raw, str(source)) if implementation == "own" else parse_any(raw, str(source))
     except OtherComputation as refusal:
         remedy = "engine vllm may generate with it, but cannot train it"
+        remedy = "implementation auto may compute it" if implementation == "own" else remedy
         raise OtherComputation(f"{refusal}; {remedy}") from None
 
 

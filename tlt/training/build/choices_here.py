@@ -11,8 +11,8 @@ from tlt.base.io.hub import resolve_description
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import load_shape
 from tlt.drafter.vocabulary import DraftCosts, sizes_of
+from tlt.engine.build.model import described_model
 from tlt.engine.memory import automatic_bytes
-from tlt.models.hf.families import load_model_config
 from tlt.training.build.ranks import choose_ranks
 from tlt.training.build.world import device_of, engine_dtype, layout_of
 
@@ -66,7 +66,7 @@ def _caches(config: Config) -> str:
 def _vocabulary(config: Config) -> str:
     if config.drafter.path is None:
         return "no drafter"
-    model = load_model_config(resolve_description(config.model.path, config.model.revision))
+    model = described_model(config)
     shape = load_shape(resolve_description(config.drafter.path), model)
     sizes = sizes_of(DraftCosts.of(model, shape), config.drafter.vocabulary)
     return f"{sizes[0]:,} to {sizes[-1]:,} tokens, by what is sampled" if sizes else "all tokens"

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from tlt.base.config.schema import Config
-from tlt.base.io.hub import resolve_description
 from tlt.base.types import resolve_dtype
+from tlt.engine.build.model import described_model
 from tlt.engine.memory import CPU_SHARE, machine_bytes
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import count_parameters
 from tlt.models.lora import count_adapters
 from tlt.training.build.policy import base_dtype, master_dtype
@@ -52,7 +51,7 @@ def choose_ranks(config: Config) -> RankChoice:
         return RankChoice(config.run.num_ranks)
     if config.run.device != "cpu" and (num := num_gpus(config)):
         return RankChoice(num)
-    shape = load_model_config(resolve_description(config.model.path, config.model.revision))
+    shape = described_model(config)
     each, by_cores = standing_bytes(config, shape), num_cores() // config.run.threads_per_rank
     return ranks_on_cpus(by_cores, machine_bytes(), each, config.rollout.problems_per_step)
 

@@ -61,6 +61,22 @@ def test_generate_gives_the_same_tokens_for_the_same_seed_only(
 
 
 @pytest.mark.usefixtures("here")
+def test_either_implementation_of_the_model_gives_the_same_tokens(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    found = []
+    for implementation in ("own", "transformers"):
+        generate(capsys, model, "--implementation", implementation, "--dtype", "float64")
+        found.append(read_lines("out.jsonl"))
+    own, other = found
+    assert [line["token_ids"] for line in own] == [line["token_ids"] for line in other]
+    assert own != other, "rounded differently"
+    told = refuse(capsys, model, "--implementation", "ours")
+    assert told == "--implementation: is ours; it must be 'auto', 'own' or 'transformers'"
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("line", "part"),
     [

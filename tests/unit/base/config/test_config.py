@@ -98,7 +98,7 @@ KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
 run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
-model       path adapter revision chat_template_kwargs
+model       path adapter revision chat_template_kwargs implementation
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 task        max_prompt_tokens date
