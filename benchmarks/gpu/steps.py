@@ -2,7 +2,7 @@
 share of the time.
 
 waits       by the line that waits (torch.cuda.set_sync_debug_mode); a step needs one, for its tokens
-launches    kernels and copies of a step, and the seconds that they run, by the profiler
+launches    kernels, graphs and copies of a step, and the seconds that they run, by the profiler
 host        seconds of a step, without profiler, less what the GPU ran: what launching and bookkeeping cost
 
 A rehearsal counts waits on the pretended GPU of the tests.
@@ -23,16 +23,31 @@ from benchmarks.gpu.harness import Record, wait_for
 from benchmarks.gpu.subjects import grown_subject, recipe
 from tlt.base.types import Request
 from tlt.engine.backend import RolloutBackend
+from tlt.engine.own.engine import RolloutEngine
 
 NUM_STEPS = 20
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 COPIES = {"DtoH": "copies to the host", "HtoD": "copies to the GPU"}
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaGraphLaunch",
+)
 
 
 def endless(request: Request) -> Request:
     """Returns a request whose response goes on for longer than is measured."""
     return replace(request, params=replace(request.params, stop_ids=(), max_tokens=2000))
+
+
+def never_record(engine: RolloutBackend) -> None:
+    """Turns CUDA graphs off, of the engine and of its drafter."""
+    assert isinstance(engine, RolloutEngine)
+    engine.graphs.is_on = False
+    if (learned := engine.drafter.learned) is not None:
+        learned.memory.graphs.is_on = False
 
 
 def waits_of(engine: RolloutBackend) -> dict[str, float]:
@@ -101,14 +116,17 @@ def main() -> None:
     record.add(lines=made.lines)
     for batch in settings["batches"]:
         for strategy in settings["strategies"]:
-            engine = made.subject.engine(strategy, batch)
-            engine.add(endless(request) for request in made.subject.requests(0, batch))
-            for _ in range(5):
-                engine.step()
-            measured = {"step_seconds": seconds_of_steps(engine, device), **profile_of(engine)}
-            measured["waits_by_line"] = waits_of(engine)
-            measured["host_share"] = max(1 - measured["busy_seconds"] / measured["step_seconds"], 0.0)
-            record.append("steps", {"strategy": strategy, "batch": batch, **measured})
+            for records in (False, True):
+                engine = made.subject.engine(strategy, batch)
+                if not records:
+                    never_record(engine)
+                engine.add(endless(request) for request in made.subject.requests(0, batch))
+                for _ in range(15):
+                    engine.step()
+                measured = {"step_seconds": seconds_of_steps(engine, device), **profile_of(engine)}
+                measured["waits_by_line"] = waits_of(engine)
+                measured["host_share"] = max(1 - measured["busy_seconds"] / measured["step_seconds"], 0.0)
+                record.append("steps", {"strategy": strategy, "batch": batch, "graphs": records, **measured})
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class PackedDrafter(ABC):
         self.token_ids: Tensor | None = None  # the draft vocabulary; None: all tokens
         self.rope = Rope(config.layer, dtype, self.device)
         self.version = -1
+        self.num_loads = 0  # of weights or vocabularies
         self._head_version = -1
 
     @torch.no_grad()
@@ -147,6 +148,7 @@ class PackedDrafter(ABC):
             self.head.load(tensors["lm_head.weight"])
         self.load_layers(tensors)
         self.version, self._head_version = version, -1
+        self.num_loads += 1
 
     @abstractmethod
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
@@ -165,6 +167,7 @@ class PackedDrafter(ABC):
             self.head = PackedLinear(self.config.layer.hidden_size, len(token_ids), self.dtype, self.device)
         self.token_ids = None if token_ids is None else token_ids.to(self.device)
         self._head_version = -1
+        self.num_loads += 1
 
     @abstractmethod
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:

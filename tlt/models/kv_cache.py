@@ -51,7 +51,7 @@ class Cache:
     ) -> None:
         self.num_layers, self.max_slots, self.dtype, self.device = num_layers, max_slots, dtype, device
         self.num_heads, self.head_dim = 2 * config.num_kv_heads, config.head_dim
-        self.num_slots, self.capacity = 0, BLOCK
+        self.num_slots, self.capacity, self.num_moves = 0, BLOCK, 0
         self.groups: list[Tensor] = []
         self.layers: list[Tensor] = []
 
@@ -82,6 +82,7 @@ class Cache:
     def resize(self, num_slots: int, length: int) -> None:
         """Entries within old and new size stay."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
+        self.num_moves += 1
         self.num_slots, self.capacity = num_slots, length
         per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
         old, self.groups, self.layers = self.layers[::-1], [], []
@@ -124,4 +125,5 @@ class Cache:
 
     def release(self) -> None:
         self.num_slots, self.capacity = 0, BLOCK
+        self.num_moves += 1
         self.groups, self.layers = [], []

@@ -178,6 +178,8 @@ class PackedTransformer(Target):
         too: load the policy again before use.
     """
 
+    is_recordable = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -29,6 +29,8 @@ class Target:
     version: int = -1
     embedding_VE: Tensor
     head_VE: Tensor
+    is_recordable = False
+    """Whether a forward launches the same kernels for the same shapes, and waits for nothing (graphs.py)."""
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """KeyError for a missing tensor, RuntimeError for another shape."""

@@ -87,11 +87,10 @@ def test_one_in_eight_proposals_says_what_each_tau_would_have_drafted_first() ->
     search, fixed, logits_BV, noise_BV = TauSearch(), TauSearch(0.6), randn(3, 20), randn(3, 20, seed=1)
     token_ids_V = torch.arange(20) * 2
     for number in range(1, 17):
-        guesses_KB = search.guess(logits_BV, noise_BV, token_ids_V)
-        assert (guesses_KB is not None) == (number % 8 == 0)
-        assert fixed.guess(logits_BV, noise_BV) is None
-    assert guesses_KB is not None
-    for tau, guesses_B in zip(TauSearch.CANDIDATES, guesses_KB, strict=True):
+        assert search.judges_next() == (number % 8 == 0)
+        assert not fixed.judges_next()
+    guesses_BK = search.guess(logits_BV, noise_BV, token_ids_V)
+    for tau, guesses_B in zip(TauSearch.CANDIDATES, guesses_BK.T, strict=True):
         assert guesses_B.tolist() == (2 * (logits_BV + tau * noise_BV).argmax(-1)).tolist()
 
 
@@ -124,7 +123,7 @@ def test_another_tau_takes_over_once_its_lead_is_beyond_chance(lead: int, takes_
     current = TauSearch.CANDIDATES.index(TauSearch.START)
     guesses = torch.zeros(len(TauSearch.CANDIDATES), 400, dtype=torch.int64)
     guesses[current, :350] = guesses[other, : 350 + lead] = 1
-    search.observe(guesses, [1] * 400)
+    search.observe(guesses.T, [1] * 400)
     assert search.tau == (0.45 if takes_over else TauSearch.START)
 
 

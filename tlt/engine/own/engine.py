@@ -35,10 +35,11 @@ from tlt.engine.memory import CacheMemory
 from tlt.engine.own.noise import BatchLaw, StepNoise
 from tlt.engine.own.prefill import prefill
 from tlt.engine.own.scheduler import Admission, Scheduler
-from tlt.engine.own.tree_forward import PIECE, along_paths, forward_trees
+from tlt.engine.own.tree_forward import PIECE, along_paths, forward_trees, recorded_length
 from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import prepare_kernels
+from tlt.models.graphs import Graphs
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
 from tlt.speculation.law.draw import compiled_loops
@@ -77,6 +78,7 @@ class RolloutEngine(RolloutBackend):
         self.memory = CacheMemory(self.cache, window, cache_bytes)
         self.drafter = self.memory.drafter
         self.verify = verify
+        self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None
         prepare_kernels(self.device, model.dtype)
         if self.device.type == "cpu":
@@ -90,6 +92,7 @@ class RolloutEngine(RolloutBackend):
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
         assert self.is_idle, "a policy cannot change under running responses"
+        self.graphs.clear()
         self.model.load_parts(parts, version)
 
     def load_drafter(self, drafter: Drafter[Any]) -> None:
@@ -224,9 +227,14 @@ class RolloutEngine(RolloutBackend):
 
     def _verify(self, tree: DraftTree) -> list[Verdict]:
         law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
-        nodes = layout(tree, prefixes, self.model.dtype)
-        self.memory.reserve(len(prefixes), nodes.length)
-        captured_BNF, forward = forward_trees(self.model, self.cache, tree, nodes, self.drafter.capture)
+        length = max(prefixes) + tree.num_nodes
+        self.memory.reserve(len(prefixes), length)
+        recorded = recorded_length(self.graphs, self.model, self.cache, tree, length)
+        nodes = layout(tree, prefixes, self.model.dtype, recorded)
+        graphs = None if recorded is None else self.graphs
+        captured_BNF, forward = forward_trees(
+            self.model, self.cache, tree, nodes, self.drafter.capture, graphs
+        )
         verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         for sequence, verdict in zip(self.running, verdicts, strict=True):
             if not math.isfinite(sum(verdict.logprobs)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt.base.types import Request
 from tlt.base.uploads import upload
-from tlt.speculation.law.draw import noise_of_tokens, noise_to_rank_with
+from tlt.speculation.law.draw import LevelNoise, noise_of_tokens
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import keys_tensor
 from tlt.speculation.law.tree import TreeLayout
@@ -50,13 +50,12 @@ class StepNoise:
     vocab_size: int
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
-        noise_BV = noise_to_rank_with(self.law.keys_B4, self._starts_B + level, self.vocab_size, token_ids_V)
-        scale_B11 = self.law.params.noise_scale_B11
-        return noise_BV if scale_B11 is None else noise_BV * scale_B11[:, 0].float()
+        return self.levels.of_level(level, token_ids_V)
 
     @cached_property
-    def _starts_B(self) -> Tensor:
-        return upload(self.starts, self.law.keys_B4.device)
+    def levels(self) -> LevelNoise:
+        starts_B = upload(self.starts, self.law.keys_B4.device)
+        return LevelNoise(self.law.keys_B4, starts_B, self.law.params.noise_scale_B11, self.vocab_size)
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])

@@ -18,7 +18,8 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Verdict
 from tlt.base.uploads import upload
-from tlt.models.attention import cached, pad
+from tlt.models.attention import Cached, cached, pad
+from tlt.models.graphs import MOST_TOKENS, Graphs, padded_length
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
 from tlt.speculation.law.params import BatchParams
@@ -84,15 +85,33 @@ class TreeForward:
         return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
 
 
+def recorded_length(graphs: Graphs, model: Target, cache: Cache, tree: DraftTree, length: int) -> int | None:
+    """Returns the columns that a recorded forward reads; None: the forward runs eagerly."""
+    if graphs.is_on and model.is_recordable and tree.tokens_BN.numel() <= MOST_TOKENS:
+        return min(padded_length(length), cache.capacity)
+    return None
+
+
 def forward_trees(
-    model: Target, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
+    model: Target,
+    cache: Cache,
+    tree: DraftTree,
+    nodes: TreeLayout,
+    capture: Sequence[int],
+    graphs: Graphs | None,
 ) -> tuple[Tensor, TreeForward]:
-    """Returns the captured features, [B, N, F], and the forward to verify."""
+    """Returns the captured features, [B, N, F], and the forward to verify.
+
+    graphs: to record the forward with, padding among its nodes (`nodes` has a `recorded_length`); None:
+        eagerly.
+    """
     B, N = tree.tokens_BN.shape
     if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
         roots_B1 = tree.tokens_BN[:, :1]
         tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
     config, layers = model.config, cache.layers
+    if graphs is not None:
+        return _replay(model, cache, tree, nodes, capture, graphs)
     attend = cached(
         config,
         layers,
@@ -111,6 +130,31 @@ def forward_trees(
         positions_N = positions_N.clamp_max(config.max_positions - 1)
     features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
     return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(model, tree, features_NE, real_N)
+
+
+def _replay(
+    model: Target, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int], graphs: Graphs
+) -> tuple[Tensor, TreeForward]:
+    config, layers, length = model.config, cache.layers, nodes.length
+    assert nodes.mask_BNL is not None, "added rows and columns are masked"
+
+    def forward(
+        tokens_BN: Tensor, positions_BN: Tensor, columns_BN: Tensor, mask_BNL: Tensor
+    ) -> tuple[Tensor, ...]:
+        attend = Cached(config, layers, columns_BN, length, mask_BNL)
+        tokens_N, positions_N = tokens_BN.flatten(), positions_BN.flatten()
+        found = model.forward_capturing(tokens_N, positions_N, attend, capture)
+        return tuple(x_NE.view(*tokens_BN.shape, -1) for x_NE in found)
+
+    inputs = {
+        "tokens_BN": tree.tokens_BN,
+        "positions_BN": nodes.positions_BN.clamp_max(config.max_positions - 1),
+        "columns_BN": nodes.columns_BN,
+        "mask_BNL": nodes.mask_BNL,
+    }
+    graphs.keep_to(cache.num_moves)
+    features_BNE, captured_BNF = graphs.run((tuple(capture), length), forward, inputs, cache.num_slots)
+    return captured_BNF, TreeForward(model, tree, features_BNE.flatten(0, 1), None)
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:

@@ -6,6 +6,7 @@ on a GPU    the kernel (fused.py)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -61,6 +62,24 @@ def noise_to_rank_with(
         return noise_RV
     noise_RV = gumbel_noise(keys_R4, positions_R[:, None], vocab_size)[:, 0]
     return noise_RV if token_ids_V is None else noise_RV[:, token_ids_V]
+
+
+@dataclass(frozen=True)
+class LevelNoise:
+    """The law's noise at the levels of drafts. Level l drafts position starts_B + l.
+
+    scale_B11: 0 for greedy sequences; None: none is.
+    """
+
+    keys_B4: Tensor
+    starts_B: Tensor
+    scale_B11: Tensor | None
+    vocab_size: int
+
+    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+        """As `noise_to_rank_with`."""
+        noise_BV = noise_to_rank_with(self.keys_B4, self.starts_B + level, self.vocab_size, token_ids_V)
+        return noise_BV if self.scale_B11 is None else noise_BV * self.scale_B11[:, 0].float()
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:

@@ -52,10 +52,15 @@ class BatchParams:
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
-        logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
-        if self.inverse_temperature_B11 is None:
-            return logits_BNV
-        return logits_BNV * self.inverse_temperature_B11.to(logits_BNV.dtype)
+        return scale(logits_BNV, self.inverse_temperature_B11)
+
+
+def scale(logits_BNV: Tensor, inverse_temperature_B11: Tensor | None) -> Tensor:
+    """None: all temperatures are 1."""
+    logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
+    if inverse_temperature_B11 is None:
+        return logits_BNV
+    return logits_BNV * inverse_temperature_B11.to(logits_BNV.dtype)
 
 
 def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:

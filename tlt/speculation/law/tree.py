@@ -92,10 +92,13 @@ class TreeLayout:
         return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
 
 
-def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> TreeLayout:
-    """Places trees behind sequences of `prefixes[b]` cached tokens."""
-    num_nodes = tree.num_nodes
-    length = max(prefixes) + num_nodes
+def layout(
+    tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype, length: int | None = None
+) -> TreeLayout:
+    """Places trees behind sequences of `prefixes[b]` cached tokens. length: columns to read; None: those that
+    are needed."""
+    num_nodes, is_padded = tree.num_nodes, length is not None
+    length = max(prefixes) + num_nodes if length is None else length
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))
     prefix_B = upload(prefixes, tree.tokens_BN.device)
     columns_BN, depths_BN, mask_BNL = prefix_B[:, None], None, None
@@ -105,6 +108,6 @@ def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> Tree
         seen_BNN = ancestors(tree.parents_BN)
         depths_BN = seen_BNN.sum(dim=-1) - 1
         mask_BNL = tree_mask(seen_BNN, prefix_B, length, dtype)
-    elif num_nodes > 1 or min(prefixes) != max(prefixes):
+    elif num_nodes > 1 or min(prefixes) != max(prefixes) or is_padded:
         mask_BNL = chain_mask(columns_BN, length, dtype)
     return TreeLayout(columns_BN, depths_BN, mask_BNL, length, lengths, tree.lengths)

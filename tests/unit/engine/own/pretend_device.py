@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import tlt
+from tests.replays import record_by_running
+from tlt.models import graphs
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -186,6 +188,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
         )
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(graphs, "record", record_by_running)
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "cpu", lambda self: to(self, "cpu"))

@@ -140,24 +140,26 @@ class TauSearch:
         self.num_seen = 0.0
         self._count = 0
 
-    def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Sends the first token of each of K taus to the host, [K, B]; None but for one in `EVERY` proposals.
+    def judges_next(self) -> bool:
+        """Whether the next proposal is one in `EVERY`."""
+        self._count += 1
+        return not self.is_fixed and self._count % self.EVERY == 0
+
+    def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor:
+        """Returns the first token of each of K taus, [B, K].
 
         token_ids_V: the target's ids of a reduced draft vocabulary.
         """
-        self._count += 1
-        if self.is_fixed or self._count % self.EVERY:
-            return None
-        first_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
-        return sent_to_host(first_KB if token_ids_V is None else token_ids_V[first_KB])
+        first_BK = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES], dim=1)
+        return first_BK if token_ids_V is None else token_ids_V[first_BK]
 
-    def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
-        """Counts hits. tokens: the target's, at the roots.
+    def observe(self, guesses_BK: Tensor, tokens: Sequence[int]) -> None:
+        """Counts hits. guesses_BK: on the host. tokens: the target's, at the roots.
 
         Another tau takes over when its lead exceeds a standard error of the difference: at most the square
         root of the misses of both.
         """
-        guesses = guesses_KB.tolist()
+        guesses = guesses_BK.T.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)
         for k, row in enumerate(guesses):

@@ -10,6 +10,7 @@ tokens, up to the window when speculation is switched on late. The target never 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from tlt.base.strategy import Strategy
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.protocol import DraftContext
+from tlt.models.graphs import Graphs, Outputs
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
 
@@ -56,6 +58,7 @@ class DraftCache(ABC):
         self.cache = Cache(layer, layer.num_layers, model.dtype, model.device, max_slots)
         self.history = FeatureHistory(captured_size, window, max_slots, model.dtype, model.device)
         self.room: tuple[int, int] | None = None  # slots and tokens of the engine's cache; None: unknown
+        self.graphs = Graphs(model.device)
         self.firsts = [0] * max_slots  # position of the entry in column 0
         self.counts = [0] * max_slots  # entries in the cache
 
@@ -99,6 +102,15 @@ class DraftCache(ABC):
         elif not self.cache.holds(num_slots, num_columns):
             slots, length = self.room
             self.cache.resize(max(slots, num_slots), max(length + self.spare, num_columns))
+
+    def record(
+        self, key: Hashable, function: Callable[..., Outputs], inputs: Mapping[str, Tensor]
+    ) -> Outputs:
+        """See `Graphs.run`."""
+        target = self.target
+        addresses = target.embedding_VE.data_ptr(), target.head_VE.data_ptr()
+        self.graphs.keep_to((*addresses, target.version, self.model.num_loads, self.cache.num_moves))
+        return self.graphs.run(key, function, inputs, self.cache.num_slots)
 
     def restart(self, context: DraftContext) -> tuple[list[int], list[tuple[int, int]]]:
         """Forgets sequences whose next entry has left the window. Returns the slots to read anew, and

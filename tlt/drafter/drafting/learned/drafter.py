@@ -22,16 +22,19 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict
 from tlt.base.uploads import upload
 from tlt.drafter.drafting.learned.caches import make_cache
-from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch
+from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch, sent_to_host
 from tlt.drafter.drafting.learned.draft_cache import Levels
+from tlt.drafter.drafting.learned.pair_cache import CaughtUp, PairLevels
 from tlt.drafter.drafting.learned.tree_selection import best_nodes, select
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.drafter.shape import training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
+from tlt.models.graphs import padded_length
 from tlt.models.target import Target
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.draw import LevelNoise
+from tlt.speculation.law.params import BatchParams, scale
 from tlt.speculation.law.tree import chain
 
 _MAX_LOG_CHANCE = -1e-4
@@ -53,8 +56,8 @@ class LearnedSettings:
 
 @dataclass(frozen=True)
 class LearnedProposal(Proposal):
-    guesses_KB: Tensor | None = None
-    """See `TauSearch.guess`."""
+    guesses_BK: Tensor | None = None
+    """`TauSearch.guess`, on its way to the host; None: not judged."""
     noted_3BN: Tensor | None = None
     logprobs_BD: Tensor | None = None
     """The drafter's log-probabilities of a chain's tokens, at the sequences' temperatures; None:
@@ -74,6 +77,8 @@ class _Front:
     roots_B1: Tensor
     """The last committed tokens."""
     levels: Levels
+    is_judged: bool
+    """Whether `TauSearch` judges it."""
 
 
 class LearnedDrafter(Drafter[LearnedProposal]):
@@ -155,8 +160,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         self.memory.release()
 
     def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
-        if proposal.guesses_KB is not None:
-            self.tau_search.observe(proposal.guesses_KB, [verdict.tokens[0] for verdict in verdicts])
+        if proposal.guesses_BK is not None:
+            self.tau_search.observe(proposal.guesses_BK, [verdict.tokens[0] for verdict in verdicts])
         if self.calibration is not None and proposal.noted_3BN is not None:
             self.calibration.observe(proposal.noted_3BN, verdicts)
         if self.on_verdicts is not None:
@@ -180,25 +185,20 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.choice.look(context)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        front = _Front(context.params, strategy, noise, discarded, roots_B1, levels)
+        is_judged = self.tau_search.judges_next()
+        front = _Front(context.params, strategy, noise, discarded, roots_B1, levels, is_judged)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _depth(self, strategy: Strategy) -> int:
         """The hybrid's strategies may be deeper than the drafter's block."""
         return min(strategy.depth, self.model.config.max_depth)
 
-    def _rank(self, front: _Front, logits_BTV: Tensor, level: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the logits at the sequences' temperatures [B, T, V], the scores (log q / tau + noise, up to
-        a constant per node), and at level 0 `TauSearch.guess`.
+    def _rank(self, scaled_BTV: Tensor, noise_BV: Tensor) -> Tensor:
+        """Returns the scores, log q / tau + noise, up to a constant per node.
 
-        With noise, the log-softmax of the scores is no log-probability; `Calibration.estimate` corrects it.
+        With noise, their log-softmax is no log-probability; `Calibration.estimate` corrects it.
         """
-        scaled_BTV = front.params.scale(logits_BTV)
-        noise_BV = front.noise.of_level(level, self.model.token_ids)
-        guesses_KB = None
-        if level == 0:
-            guesses_KB = self.tau_search.guess(scaled_BTV[:, 0], noise_BV, self.model.token_ids)
-        return scaled_BTV, torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau), guesses_KB
+        return torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau)
 
     def _note(self, tree: DraftTree, cells_BN: Tensor | None, discarded: Sequence[int]) -> Tensor | None:
         if self.calibration is None or cells_BN is None:
@@ -211,18 +211,74 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> LearnedProposal:
-        tokens, logprobs = [front.roots_B1], list[Tensor]()
-        guesses_KB: Tensor | None = None
-        for level in range(self._depth(front.strategy)):
-            logits_B1V = front.levels.next(tokens[-1], None) if level else front.levels.first()
-            scaled_B1V, scores_B1V, guessed_KB = self._rank(front, logits_B1V, level)
-            guesses_KB = guesses_KB if level else guessed_KB
-            token_B1 = scores_B1V.argmax(dim=-1)
+        depth = self._depth(front.strategy)
+        if (drafted := self._replay_chain(front, depth)) is None:
+            drafted = self._draft_chain(
+                front.levels, front.roots_B1, front.noise, front.params.inverse_temperature_B11, depth,
+                front.is_judged, self.on_verdicts is not None,
+            )  # fmt: skip
+        tokens_BN, *others = drafted
+        guesses_BK = sent_to_host(others.pop(0)) if front.is_judged else None
+        return LearnedProposal(chain(tokens_BN), guesses_BK, logprobs_BD=others[0] if others else None)
+
+    def _draft_chain(
+        self,
+        levels: Levels,
+        roots_B1: Tensor,
+        noise: LevelNoise | DraftNoise,
+        inverse_temperature_B11: Tensor | None,
+        depth: int,
+        is_judged: bool,
+        is_watched: bool,
+    ) -> tuple[Tensor, ...]:
+        """Returns tokens [B, depth + 1]; if judged, `TauSearch.guess`; if watched, log-probabilities
+        [B, depth]."""
+        tokens, logprobs, guesses = [roots_B1], list[Tensor](), list[Tensor]()
+        for level in range(depth):
+            logits_B1V = levels.next(tokens[-1], None) if level else levels.first()
+            scaled_B1V = scale(logits_B1V, inverse_temperature_B11)
+            noise_BV = noise.of_level(level, self.model.token_ids)
+            if is_judged and level == 0:
+                guesses = [self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)]
+            token_B1 = self._rank(scaled_B1V, noise_BV).argmax(dim=-1)
             tokens.append(self._token_ids(token_B1))
-            if self.on_verdicts is not None:
+            if is_watched:
                 logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
-        logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
-        return LearnedProposal(chain(torch.cat(tokens, dim=1)), guesses_KB, logprobs_BD=logprobs_BD)
+        watched = [torch.cat(logprobs, dim=1)] if is_watched else []
+        return torch.cat(tokens, dim=1), *guesses, *watched
+
+    def _replay_chain(self, front: _Front, depth: int) -> tuple[Tensor, ...] | None:
+        """As `_draft_chain`, launched at once; None: it cannot be."""
+        levels, noise, pairs = front.levels, front.noise.levels, self.memory
+        if self.on_verdicts is not None or not pairs.graphs.is_on:
+            return None
+        if not isinstance(levels, PairLevels) or noise is None:
+            return None
+        read = levels.read
+        length = min(padded_length(max(read.num_pairs) + depth), pairs.cache.capacity)
+        possible = {
+            "hidden_BE": read.hidden_BE, "ends_B": read.ends_B, "offsets_B1": read.offsets_B1,
+            "roots_B1": front.roots_B1, "keys_B4": noise.keys_B4, "starts_B": noise.starts_B,
+            "scale_B11": noise.scale_B11, "inverse_temperature_B11": front.params.inverse_temperature_B11,
+        }  # fmt: skip
+        is_judged, vocab_size = front.is_judged, noise.vocab_size
+
+        def draft(
+            hidden_BE: Tensor,
+            ends_B: Tensor,
+            roots_B1: Tensor,
+            keys_B4: Tensor,
+            starts_B: Tensor,
+            offsets_B1: Tensor | None = None,
+            scale_B11: Tensor | None = None,
+            inverse_temperature_B11: Tensor | None = None,
+        ) -> tuple[Tensor, ...]:
+            own = PairLevels(levels.pairs, CaughtUp([], ends_B, offsets_B1, hidden_BE), length)
+            noise = LevelNoise(keys_B4, starts_B, scale_B11, vocab_size)
+            return self._draft_chain(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged, False)
+
+        inputs = {name: tensor for name, tensor in possible.items() if tensor is not None}
+        return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)
 
     def _branch(self, front: _Front) -> LearnedProposal:
         """Drafts a tree (EAGLE-2): a level's `width` most confident nodes are expanded by `width` candidates
@@ -235,10 +291,14 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         logits_BFV = front.levels.first()
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
-        guesses_KB: Tensor | None = None
+        guesses_BK: Tensor | None = None
         for level in range(depth):
-            _, scores_BFV, guessed_KB = self._rank(front, logits_BFV, level)
-            guesses_KB = guesses_KB if level else guessed_KB
+            scaled_BFV = front.params.scale(logits_BFV)
+            noise_BV = front.noise.of_level(level, self.model.token_ids)
+            if front.is_judged and level == 0:
+                guessed_BK = self.tau_search.guess(scaled_BFV[:, 0], noise_BV, self.model.token_ids)
+                guesses_BK = sent_to_host(guessed_BK)
+            scores_BFV = self._rank(scaled_BFV, noise_BV)
             raw_confidence_BFW, token_BFW = scores_BFV.float().log_softmax(dim=-1).topk(width, dim=-1)
             log_chance_BFW = raw_confidence_BFW
             if self.calibration is not None:
@@ -260,4 +320,4 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
         cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
-        return LearnedProposal(tree, guesses_KB, self._note(tree, cells_BN, front.discarded))
+        return LearnedProposal(tree, guesses_BK, self._note(tree, cells_BN, front.discarded))

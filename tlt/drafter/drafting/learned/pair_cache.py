@@ -31,6 +31,7 @@ from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.protocol import DraftContext
 from tlt.models.attention import StoringPrefill, cached
+from tlt.models.graphs import MOST_TOKENS, padded_length
 from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
 from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask, tree_mask
@@ -118,6 +119,8 @@ class PairCache(DraftCache):
         done = 0
         while done < max(missing):
             width = min(max(missing) - done, most)
+            if records := self.graphs.is_on and len(missing) * width <= MOST_TOKENS // 2:
+                width = 1 << (width - 1).bit_length()  # few widths are recorded
             columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
             begun = zip(context.tokens, begins, strict=True)
@@ -130,9 +133,14 @@ class PairCache(DraftCache):
             hidden_BTE = hidden_NE.view(len(rows), width, -1)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
-            is_plain = width == 1 and len(rows) == 1
-            mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
-            output_BTE = self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask)
+            if records:
+                output_BTE = self._replay(tokens_BT, hidden_BTE, columns_BT, offsets_B1, length)
+            else:
+                is_plain = width == 1 and len(rows) == 1
+                mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
+                output_BTE = self.forward(
+                    tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask
+                )
             if len(missing) == 1:
                 last_BE = output_BTE[:, -1]
             else:
@@ -142,6 +150,27 @@ class PairCache(DraftCache):
             done += width
         assert hidden_BE is not None, "the last pair of every sequence is missing"
         return hidden_BE, ends_B
+
+    def _replay(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTE: Tensor,
+        columns_BT: Tensor,
+        offsets_B1: Tensor | None,
+        length: int,
+    ) -> Tensor:
+        length = min(padded_length(length), self.cache.capacity)
+
+        def read(
+            tokens_BT: Tensor, hidden_BTE: Tensor, columns_BT: Tensor, offsets_B1: Tensor | None = None
+        ) -> tuple[Tensor]:
+            mask = chain_mask(columns_BT, length, self.model.dtype)
+            return (self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask),)
+
+        inputs = {"tokens_BT": tokens_BT, "hidden_BTE": hidden_BTE, "columns_BT": columns_BT}
+        inputs |= {} if offsets_B1 is None else {"offsets_B1": offsets_B1}
+        (output_BTE,) = self.record(("read", length), read, inputs)
+        return output_BTE
 
     def forward(
         self,
@@ -165,13 +194,15 @@ class PairCache(DraftCache):
 
 
 class PairLevels(Levels):
-    def __init__(self, pairs: PairCache, read: CaughtUp) -> None:
-        self.pairs, self.read = pairs, read
+    """length: columns that every level reads; None: those that it needs."""
+
+    def __init__(self, pairs: PairCache, read: CaughtUp, length: int | None = None) -> None:
+        self.pairs, self.read, self.length = pairs, read, length
         device, num_rows = read.ends_B.device, len(read.num_pairs)
         self.hidden_BFE = read.hidden_BE[:, None]
         self.seen_BFC = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # columns a node may see
         self.rows_B1 = torch.arange(num_rows, device=device)[:, None]
-        self.is_even = min(read.num_pairs) == max(read.num_pairs)
+        self.is_even = length is None and min(read.num_pairs) == max(read.num_pairs)
         self.level = self.num_columns = 0  # levels and draft columns so far
 
     def first(self) -> Tensor:
@@ -180,7 +211,7 @@ class PairLevels(Levels):
     def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
         read, (num_rows, num_next) = self.read, tokens_BF.shape
         start, device = self.num_columns, tokens_BF.device
-        length = max(read.num_pairs) + start + num_next
+        length = max(read.num_pairs) + start + num_next if self.length is None else self.length
         columns_BF = read.ends_B[:, None] + start + torch.arange(num_next, device=device)
         hidden_BFE, mask, dtype = self.hidden_BFE, None, self.pairs.model.dtype
         if parents_BF is not None:

@@ -1,0 +1,126 @@
+"""CUDA graphs: kernels that are launched again and again with the same shapes are recorded once, and then
+launched together. A small batch waits for launches otherwise: 400 a forward, of which a GPU runs each in less
+time than the host takes to launch it (benchmarks/results/gpu).
+
+    run ─▶ eagerly, the first times ─▶ recorded, on tensors of its own ─▶ inputs in · replay · outputs out
+
+A recording reads and writes the memory that its function saw, hence `keep_to`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EAGER_RUNS = 2
+"""Before a recording: they load kernels and choose products' algorithms, and shapes that do not return are
+never recorded."""
+MOST_GRAPHS = 96
+MOST_TOKENS = 1024
+"""Of a forward: with more, a GPU takes longer than the host."""
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    inputs: Mapping[str, Tensor]
+    outputs: Outputs
+    replay: Callable[[], None]
+
+
+class Graphs:
+    """Of one module's functions. On a CPU, or with `is_on` False, functions run eagerly."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_on = device.type == "cuda"
+        self._memory: Hashable = None
+        self.clear()
+
+    def keep_to(self, memory: Hashable) -> None:
+        """Clears them where `memory` is another than last time: weights or caches have moved."""
+        if memory != self._memory:
+            self._memory = memory
+            self.clear()
+
+    def clear(self) -> None:
+        self._seen = Counter[Hashable]()
+        self._graphs: dict[Hashable, Graph] = {}
+        self._pool: Any = None
+
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[..., Outputs],
+        inputs: Mapping[str, Tensor],
+        most_rows: int | None = None,
+    ) -> Outputs:
+        """Returns function(**inputs), of which neither reads anything else that changes, but what `key` tells
+        apart. Inputs and outputs have a row per sequence; most_rows: up to which rows may be added, whose
+        outputs nobody reads; None: none may."""
+        if not self.is_on:
+            return function(**inputs)
+        (num_rows,) = {len(tensor) for tensor in inputs.values()}
+        rows = num_rows if most_rows is None else min(padded_rows(num_rows), most_rows)
+        widths = tuple((name, *tensor.shape[1:]) for name, tensor in inputs.items())
+        key = (key, rows, widths)
+        if (graph := self._graphs.get(key)) is None:
+            self._seen[key] += 1
+            if self._seen[key] <= EAGER_RUNS:
+                return function(**inputs)
+            if len(self._graphs) == MOST_GRAPHS:
+                self.clear()
+            graph = self._graphs[key] = self._record(function, inputs, rows)
+        for name, tensor in inputs.items():
+            graph.inputs[name][:num_rows].copy_(tensor)
+        graph.replay()
+        return tuple(output[:num_rows].clone() for output in graph.outputs)
+
+    def _record(self, function: Callable[..., Outputs], inputs: Mapping[str, Tensor], rows: int) -> Graph:
+        """Added rows are zeros until a larger batch has left its own there."""
+        own = {name: tensor.new_zeros(rows, *tensor.shape[1:]) for name, tensor in inputs.items()}
+        for name, tensor in inputs.items():
+            own[name][: len(tensor)].copy_(tensor)
+        outputs, replay, self._pool = record(function, own, self._pool, self.device)
+        return Graph(own, outputs, replay)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Few batch sizes are recorded: a batch shrinks sequence by sequence."""
+    return num_rows if num_rows <= 4 else -(-num_rows // 8) * 8 if num_rows <= 64 else -(-num_rows // 32) * 32
+
+
+def padded_length(length: int) -> int:
+    """At most a seventh longer, and a multiple of 64: a sequence grows by some tokens a step."""
+    step = max(64, 1 << max(length.bit_length() - 4, 0))
+    return -(-length // step) * step
+
+
+def record(
+    function: Callable[..., Outputs], inputs: Mapping[str, Tensor], pool: Any, device: torch.device
+) -> tuple[Outputs, Callable[[], None], Any]:
+    """Returns the outputs, which `replay` fills, and the memory pool that graphs of one module share."""
+    graph, stream, current = torch.cuda.CUDAGraph(), _stream(device), torch.cuda.current_stream(device)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        # other threads of the process may allocate and copy meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = function(**inputs)
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return outputs, graph.replay, pool
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
