@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.base.io.extras import loading_numba
 from tlt.base.uploads import upload
-from tlt.models import cpu_kernels
+from tlt.models import cpu_kernels, flash
 from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, attend_masked
 from tlt.models.decoder import ModelConfig
 
@@ -52,12 +52,20 @@ class PackedCausal:
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self._packed: flash.PackedLengths | None = None
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        if flash.serves(qkv_NSD, form):
+            return self._together(qkv_NSD, form)
         return torch.cat([self._causal(qkv_TSD, form) for qkv_TSD in qkv_NSD.split(self.lengths)])
+
+    def _together(self, qkv_NSD: Tensor, form: AttentionForm) -> Tensor:
+        if self._packed is None:
+            self._packed = flash.PackedLengths(self.lengths, qkv_NSD.device)
+        return flash.attend_packed(qkv_NSD, self.num_heads, self.num_kv_heads, self._packed, form)
 
     def _causal(self, qkv_TSD: Tensor, form: AttentionForm) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -87,12 +95,15 @@ class SharedPrompts(PackedCausal):
     def __init__(self, config: ModelConfig, families: Sequence[tuple[int, Sequence[int]]]) -> None:
         super().__init__(config, [part for prompt, own in families for part in (prompt, *own)])
         self.families = [(prompt, list(own)) for prompt, own in families]
+        self._copied: tuple[Tensor, Tensor, flash.PackedLengths] | None = None
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         spans = [span for prompt, own in self.families for span in ((0, prompt), *((prompt, n) for n in own))]
         return torch.cat([torch.arange(start, start + length, device=device) for start, length in spans])
 
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        if flash.serves(qkv_NSD, form):
+            return self._together(qkv_NSD, form)
         parts = iter(qkv_NSD.split(self._runs()))
         outputs = []
         for prompt, own in self.families:
@@ -101,6 +112,34 @@ class SharedPrompts(PackedCausal):
             for _ in own[1:]:
                 outputs.append(self._causal(torch.cat([first_TSD[:prompt], next(parts)]), form)[prompt:])
         return torch.cat(outputs)
+
+    def _together(self, qkv_NSD: Tensor, form: AttentionForm) -> Tensor:
+        if self._copied is None:
+            copies, own, lengths = self._copies()
+            device = qkv_NSD.device
+            packed = flash.PackedLengths(lengths, device)
+            self._copied = upload(copies, device), upload(own, device), packed
+        copies_M, own_N, packed = self._copied
+        out_MC = flash.attend_packed(qkv_NSD[copies_M], self.num_heads, self.num_kv_heads, packed, form)
+        return out_MC[own_N]
+
+    def _copies(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns indices of the tokens of all sequences, each with its prompt; which of those are a family's
+        own; the sequences' lengths."""
+        copies: list[int] = []
+        own_ones: list[int] = []
+        lengths = []
+        start = 0  # of the family
+        for prompt, own in self.families:
+            end = start + prompt  # of what is placed
+            for index, num_own in enumerate(own or [0]):
+                shared = 0 if index == 0 else prompt
+                own_ones += range(len(copies) + shared, len(copies) + prompt + num_own)
+                copies += [*range(start, start + prompt), *range(end, end + num_own)]
+                end += num_own
+                lengths.append(prompt + num_own)
+            start = end
+        return copies, own_ones, lengths
 
     def _runs(self) -> list[int]:
         return [length for prompt, own in self.families for length in (prompt + sum(own[:1]), *own[1:])]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tlt.base.uploads import upload
 from tlt.models.attention import SharedPrompts
 from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf
@@ -40,8 +41,8 @@ def response_logprobs(
         for i in family:
             predictors[i] = [end, *range(len(tokens), len(tokens) + batch[i].num_own)]
             tokens += batch[i].rollout.token_ids[:-1]
-    predictors_T = torch.tensor([n for i in range(len(batch)) for n in predictors[i]], device=device)
-    targets_T = torch.tensor([token for r in batch for token in r.rollout.token_ids], device=device)
+    predictors_T = upload([n for i in range(len(batch)) for n in predictors[i]], device)
+    targets_T = upload([token for r in batch for token in r.rollout.token_ids], device)
 
     def head(features_TE: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         logits_TV = model.logits(features_TE)
@@ -63,9 +64,7 @@ def response_logprobs(
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    result: tuple[Tensor, Tensor] = model(
-        torch.tensor(tokens, device=device), attend.positions(device), attend, read
-    )
+    result: tuple[Tensor, Tensor] = model(upload(tokens, device), attend.positions(device), attend, read)
     return result
 
 
