@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tlt.base.clock import Moment
 from tlt.base.config.load import load_config
-from tlt.base.config.lora import ALL_TARGETS
 from tlt.models.hf.peft import PREFIX
 from tlt.training import loop
 from tlt.training.launch.signals import StopRequest
@@ -108,9 +107,7 @@ def test_a_run_starts_from_the_adapter_of_another_whether_it_trains_that_or_all_
     rank: str, workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(workspace)
-    lora = (
-        {"lora__rank": rank} if rank != "0" else {"lora__rank": rank, "lora__targets": ",".join(ALL_TARGETS)}
-    )
+    lora = {"lora__rank": rank} if rank != "0" else {"lora__rank": rank, "lora__targets": "all-linear"}
     changes = {"model__adapter": str(run / "adapter"), "optimizer__learning_rate": "1e-9", **lora}
     near, far = (
         train(workspace, f"{name}-{rank}", 1, **{**changes, **change}) for name, change in CHANGES.items()

@@ -56,7 +56,7 @@ def make_pair(
             if ".lora_B." in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     adapters = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
-    save_adapter(folder / "adapter", config.lora, adapters, "base", None)
+    save_adapter(folder / "adapter", base.config, config.lora, adapters, "base", None)
     return ours, peft.PeftModel.from_pretrained(theirs, folder / "adapter", is_trainable=True), config.lora
 
 

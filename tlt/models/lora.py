@@ -2,13 +2,15 @@
 
 y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
 W + scale · B A                     the merged matrix, which is published
+
+Experts keep their matrices in one tensor [E, O, I]; its adapter has a pair for each: A [E·R, I], B [O, R·E].
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +19,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tlt.base.config.lora import LoraSection
+from tlt.base.config.lora import ALL_LINEAR, LoraSection
 from tlt.base.types import UserError
 from tlt.models.decoder import Linear, ModelConfig, Policy
 from tlt.models.new import new_transformer
 
 
-class LoraLinear(Linear):
+class AdaptedLayer:
+    """A matrix, or the experts', with an adapter."""
+
+    weight: Tensor
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scale: float
+    is_on: bool = True
+
+    def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
+        """These rows of W + scale · B A. weight: the rows alone."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum in the dtype of A and B. whole: gathers a sharded matrix."""
+        weight, a, b = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
+        return self.sum(weight.to(a.dtype), a, b)
+
+
+class LoraLinear(Linear, AdaptedLayer):
     """Computes in its input's dtype, like mixed precision: the adapter is stored wider, and rounded for a
     product."""
 
@@ -32,7 +54,7 @@ class LoraLinear(Linear):
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, device="meta", dtype=dtype)
         self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device="meta", dtype=dtype)
-        self.scale, self.is_on = lora.scale, True
+        self.scale = lora.scale
 
     def forward(self, x_NI: Tensor) -> Tensor:
         y_NO = super().forward(x_NI)
@@ -41,44 +63,138 @@ class LoraLinear(Linear):
         a_RI, b_OR = self.lora_A.weight.to(x_NI.dtype), self.lora_B.weight.to(x_NI.dtype)
         return y_NO + self.scale * F.linear(F.linear(x_NI, a_RI), b_OR)
 
-    @torch.no_grad()
-    def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """W + scale · B A, in the dtype of A and B. whole: gathers a sharded matrix."""
-        weight_OI, a_RI, b_OR = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
-        return torch.addmm(weight_OI.to(a_RI.dtype), b_OR, a_RI, alpha=self.scale)
+    def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
+        return torch.addmm(weight, b[rows], a, alpha=self.scale)
+
+
+class LoraExperts(nn.Module, AdaptedLayer):
+    """The adapter of one tensor of all experts, which are a module of transformers.
+
+    The module computes with the sum, as in PEFT: it takes whole tensors.
+    """
+
+    def __init__(self, experts: nn.Module, name: str, lora: LoraSection, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._base, self.name = (experts,), name  # its parent, no child
+        num_experts, *sides = getattr(experts, name).shape
+        num_out, num_in = reversed(sides) if experts.is_transposed else sides
+        self.lora_A = nn.Linear(num_in, lora.rank * num_experts, bias=False, device="meta", dtype=dtype)
+        self.lora_B = nn.Linear(lora.rank * num_experts, num_out, bias=False, device="meta", dtype=dtype)
+        self.rank, self.scale = lora.rank, lora.scale
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # the experts hold it
+        weight: Tensor = getattr(self._base[0], self.name)
+        return weight
+
+    def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Rows are experts."""
+        a_ERI = a.view(-1, self.rank, a.shape[1])[rows].to(weight.dtype)
+        b_EOR = b.view(len(b), self.rank, -1).permute(2, 0, 1)[rows].to(weight.dtype)
+        if self._base[0].is_transposed:
+            return torch.baddbmm(weight, a_ERI.mT, b_EOR.mT, alpha=self.scale)
+        return torch.baddbmm(weight, b_EOR, a_ERI, alpha=self.scale)
+
+
+def _with_adapters(experts: nn.Module) -> Callable[..., Any]:
+    """The module's forward, with its tensors and adapters summed."""
+    forward = experts.forward
+    adapters = {layer.name: layer for layer in experts.children() if isinstance(layer, LoraExperts)}
+
+    def adapted_forward(*args: Any, **kwargs: Any) -> Any:
+        on = [layer for layer in adapters.values() if layer.is_on]
+        sums = {layer.name: layer.sum(layer.weight, layer.lora_A.weight, layer.lora_B.weight) for layer in on}
+        vars(experts).update(sums)  # which the module's attributes are looked up in before its parameters
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name in sums:
+                del vars(experts)[name]
+
+    return adapted_forward
 
 
 def add_adapters(model: Policy, lora: LoraSection, dtype: torch.dtype) -> None:
     """Freezes the model and adds adapters in place, on the meta device. UserError for a target that the model
     lacks, or a rank larger than a matrix."""
-    within = {id(module) for layer in model.layers for module in layer.modules()}
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and id(layer) in within
-    }
-    known = dict.fromkeys(map(_kind, layers))
-    if unknown := [target for target in lora.targets if target not in known]:
-        raise UserError(
-            f"lora.targets: the model has no matrix {unknown[0]!r} to adapt; give some of {', '.join(known)}"
-        )
-    targets = {name: layer for name, layer in layers.items() if _kind(name) in lora.targets}
-    side, smallest = min((min(layer.weight.shape), _kind(name)) for name, layer in targets.items())
+    matrices = _matrices(model)
+    kinds = _kinds(matrices, lora)
+    targets = {name: tensor for name, tensor in matrices.items() if kind_of(name) in kinds}
+    side, smallest = min((min(tensor.shape[-2:]), kind_of(name)) for name, tensor in targets.items())
     if lora.rank > side:
         raise UserError(
             f"lora.rank: {lora.rank} is more than the smaller side of {smallest}, {side}; give at most {side}"
         )
     model.requires_grad_(False)
-    for name, layer in targets.items():
-        model.set_submodule(name, LoraLinear(layer, lora, dtype))
+    for name in targets:
+        path, _, parameter = name.rpartition(".")
+        layer = model.get_submodule(path)
+        if isinstance(layer, nn.Linear):
+            model.set_submodule(path, LoraLinear(layer, lora, dtype))
+        else:
+            layer.add_module(parameter + OF_EXPERTS, LoraExperts(layer, parameter, lora, dtype))
+    for layer in model.modules():
+        if any(isinstance(child, LoraExperts) for child in layer.children()):
+            layer.forward = _with_adapters(layer)
 
 
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
+OF_EXPERTS = "_lora"
+"""model.layers.0.mlp.experts.down_proj ─▶ model.layers.0.mlp.experts.down_proj_lora.lora_A.weight"""
 
 
-def adapted(model: nn.Module) -> dict[str, LoraLinear]:
-    return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+def _matrices(model: Policy) -> dict[str, Tensor]:
+    """What can be adapted, by its name in the module."""
+    within = {id(module) for layer in model.layers for module in layer.modules()}
+    return {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        if id(module) in within
+        for name, parameter in module.named_parameters(recurse=False)
+        if (isinstance(module, nn.Linear) and name == "weight") or parameter.dim() == 3
+    }
+
+
+def kind_of(name: str) -> str:
+    """q_proj of …self_attn.q_proj.weight, experts.down_proj of …mlp.experts.down_proj."""
+    path = name.removesuffix(".weight")
+    return ".".join(path.split(".")[-2:]) if path == name else path.rpartition(".")[2]
+
+
+def _kinds(matrices: Mapping[str, Tensor], lora: LoraSection) -> tuple[str, ...]:
+    known = dict.fromkeys(map(kind_of, matrices))
+    if lora.targets == (ALL_LINEAR,):
+        return tuple(known)
+    if unknown := [target for target in lora.targets if target not in known]:
+        raise UserError(
+            f"lora.targets: the model has no matrix {unknown[0]!r} to adapt; give some of {', '.join(known)}"
+        )
+    return lora.targets
+
+
+@lru_cache
+def kinds_of(config: ModelConfig, lora: LoraSection) -> tuple[str, ...]:
+    """lora.targets, all-linear spelled out for the model."""
+    with torch.device("meta"):
+        return _kinds(_matrices(new_transformer(config)), lora)
+
+
+def kinds_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    return tuple(kind for kind in kinds_of(config, LoraSection(rank=1)) if "." in kind)
+
+
+def prefix_of(name: str) -> str:
+    """Of the names of a tensor's adapter."""
+    return name.removesuffix("weight") if name.endswith(".weight") else f"{name}{OF_EXPERTS}."
+
+
+def adapted(model: nn.Module) -> dict[str, AdaptedLayer]:
+    found: dict[str, AdaptedLayer] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLinear):
+            found[f"{name}.weight"] = layer
+        elif isinstance(layer, LoraExperts):
+            found[name.removesuffix(OF_EXPERTS)] = layer
+    return found
 
 
 def is_of_adapter(name: str) -> bool:
@@ -95,17 +211,31 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     return start
 
 
-def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
+def adapted_on_meta(config: ModelConfig, lora: LoraSection) -> Policy:
     """Allocates nothing; raises the errors of `add_adapters`."""
     with torch.device("meta"):
         model = new_transformer(config)
     add_adapters(model, lora, torch.float32)
-    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    return model
+
+
+def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
+    parameters = adapted_on_meta(config, lora).named_parameters()
+    return {name: p.shape for name, p in parameters if p.requires_grad}
 
 
 @lru_cache
 def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
     return sum(shape.numel() for shape in adapter_shapes(config, lora).values())
+
+
+@lru_cache
+def count_kept(config: ModelConfig, lora: LoraSection) -> tuple[int, int]:
+    """What autograd keeps for the adapters of a layer, on average: (values per token, values of experts)."""
+    layers = adapted(adapted_on_meta(config, lora)).values()
+    between = sum(lora.rank for layer in layers if isinstance(layer, LoraLinear))
+    summed = sum(layer.weight.numel() for layer in layers if isinstance(layer, LoraExperts))
+    return between // config.num_layers, summed // config.num_layers
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

@@ -234,7 +234,8 @@ class Run:
         tensors = {
             name: full_tensor(parameter).cpu() for name, parameter in parameters if parameter.requires_grad
         }
-        write = partial(save_adapter, folder, self.config.lora, tensors, str(model.path), model.revision)
+        of = self.policy.config, self.config.lora
+        write = partial(save_adapter, folder, *of, tensors, str(model.path), model.revision)
         on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from tlt.apps.plan.memory import plan_memory
 from tlt.apps.plan.sizes import PlannedRun
 from tlt.apps.run.start import describe_lora
 from tlt.base.config.load import load_config
-from tlt.base.config.lora import ALL_TARGETS, LoraSection
+from tlt.base.config.lora import LoraSection
 from tlt.base.config.schema import Config
 from tlt.base.types import UserError
 from tlt.engine.build.model import Model
@@ -238,11 +238,11 @@ def test_what_identifies_the_weights_sees_the_last_bit_of_what_is_frozen() -> No
 
 
 def test_an_adapter_is_saved_by_pefts_names_and_replaced_whole(tmp_path: Path) -> None:
-    policy, config = make_policy(), make_config(targets=ALL_TARGETS[:2], rslora=True)
+    policy, config = make_policy(), make_config(targets=("q_proj", "k_proj"), rslora=True)
     (tmp_path / "adapter").mkdir()
     for _ in range(2):
         (tmp_path / "adapter" / "adapter_config.json").write_text("of another")
-        save_adapter(tmp_path / "adapter", config.lora, trained(policy), "org/base", "main")
+        save_adapter(tmp_path / "adapter", LLAMA, config.lora, trained(policy), "org/base", "main")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -337,6 +337,10 @@ def test_what_a_model_cannot_have_is_refused_in_a_line(lora: dict[str, Any], sai
         (
             ["--lora.rank", "8", "--lora.targets", "q_proj,q_proj"],
             "targets names one twice (q_proj, q_proj): give it once",
+        ),
+        (
+            ["--lora.rank", "8", "--lora.targets", "all-linear,q_proj"],
+            "targets names all-linear, which is every matrix, and others: give it alone",
         ),
         (["--lora.rank", "8", "--lora.targets", ""], "lora.targets is "),
         (["--lora.rank", "-1"], "lora.rank is -1; it must be greater than or equal to 0"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.forked import fork_ranks, run_ranks
+from tests.unit.models.test_any import config_of
 from tests.unit.training.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
 from tests.unit.training.update.test_policy import make_batch, shuffled
 from tlt.base.config.schema import Config
@@ -23,6 +24,7 @@ from tlt.engine.build.model import open_model
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.weights import save_model
 from tlt.models.lora import BaseOf, adapted
+from tlt.models.new import new_transformer
 from tlt.training.build.policy import build_policy_trainer
 from tlt.training.ranks.sharding import FullTensors, full_tensor, local_rows
 from tlt.training.ranks.world import World
@@ -43,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {**KL, "name": "rloo", "epochs": 2},
         "parallel": {"checkpoint_activations": True},
     },
+    "experts": {"shape": config_of("Qwen3-30B-A3B"), "lora": {"rank": 2}},
     "a rank without work": {"batch": {"num_samples": 2, "num_problems": 1}},
 }
 
@@ -174,7 +177,11 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
 
 def save(folder: Path, shape: ModelConfig, rank: int) -> None:
     if rank == 0:
-        tensors = Transformer(shape).double().initialize(0, std=0.05).state_dict()
+        torch.manual_seed(0)
+        policy = new_transformer(shape, torch.float64)
+        for parameter in policy.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        tensors = policy.state_dict()
         save_model(folder, shape, tensors, dtype=torch.float64, source=None, extra={"eos_token_id": 7})
     dist.barrier()
 

@@ -33,6 +33,7 @@ from tlt.engine.vllm.settings import CPU_KV_GIB
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
+from tlt.models.lora import count_kept
 from tlt.models.new import new_target
 from tlt.speculation.law.sampling import VALUES_PER_PART
 from tlt.speculation.tuner.tuner import default_arms
@@ -222,12 +223,15 @@ def _update(r: PlannedRun) -> Iterator[Term]:
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)
-    layer = activations_per_token(c) + lora.values_between
+    between, experts = count_kept(c, lora) if lora.is_used else (0, 0)
+    layer = activations_per_token(c) + between
     kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
     activations = tokens * (kept + 3 * c.intermediate_size + 6 * c.hidden_size) * size
     stepped = r.trained_bytes // r.num_slices if r.is_gpu else 0  # AdamW's copies, once the others are gone
     how = f"{tokens} tokens × {'layers, checkpointed' if parallel.checkpoint_activations else 'all layers'}"
     yield Term("activations", ("update",), max(activations, stepped), how)
+    sums = experts * (1 if parallel.checkpoint_activations else c.num_layers) * size
+    yield Term("adapted experts", ("update",), sums, "frozen and adapter, summed, of each layer that is kept")
     head = 0 if lora.is_used else c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size) * size
     rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))
     logits = rows * c.vocab_size * (8 + size) + head

@@ -11,7 +11,7 @@ from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import Section, split_words
 from tlt.base.kinds import PositiveFloat, Rank
 
-ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
 
 
 class LoraSection(Section):
@@ -29,9 +29,10 @@ class LoraSection(Section):
         tuple[Annotated[str, Field(min_length=1)], ...],
         Field(strict=False, min_length=1),
         BeforeValidator(split_words),
-    ] = ALL_TARGETS
-    """Matrices that get an adapter, in every decoder layer, by the names of PEFT's target_modules; on the
-    command line with commas between."""
+    ] = (ALL_LINEAR,)
+    """Matrices that get an adapter, in every decoder layer, by the names of PEFT's target_modules, such as
+    q_proj, and of its target_parameters, such as experts.down_proj; on the command line with commas between.
+    all-linear: every matrix of attention and MLPs, those of experts included; routers have none."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type that the frozen weights are kept in and the update computes in; adapters, their
     gradients and their optimizer stay in float32. bfloat16 suits a model that is stored in it. None:
@@ -46,11 +47,6 @@ class LoraSection(Section):
         return f"LoRA of rank {self.rank} on {', '.join(self.targets)}"
 
     @property
-    def values_between(self) -> int:
-        """Values per layer and token between the adapters' matrices."""
-        return self.rank * len(self.targets)
-
-    @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
@@ -61,6 +57,8 @@ class LoraSection(Section):
         if changed is not None and not self.is_used:
             told = f"{changed} is set but rank is 0, so that there are no adapters"
             raise mistake(f"{told}: set rank, or remove {changed}")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise mistake(f"targets names {ALL_LINEAR}, which is every matrix, and others: give it alone")
         if len(set(self.targets)) < len(self.targets):
             raise mistake(f"targets names one twice ({', '.join(self.targets)}): give it once")
         return self

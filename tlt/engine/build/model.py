@@ -23,6 +23,7 @@ from tlt.models.hf.limits import Limits, read_limits
 from tlt.models.hf.peft import AdaptedTensors, Adapter, read_adapter
 from tlt.models.hf.tokenizer import Tokenizer, check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.models.hf.weights import StoredTensors
+from tlt.models.lora import kinds_of
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,13 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
     if (folder := adapter_folder(config)) is None:
         return None
     adapter = read_adapter(folder, shape)
-    if config.lora.is_used and adapter.without is not None:
+    if config.lora.is_used and adapter.untrainable is not None:
         raise UserError(
-            f"model.adapter: {folder} does not adapt {adapter.without}, as a run that trains adapters does; "
-            "train the whole policy with lora.rank 0"
+            f"model.adapter: {folder} {adapter.untrainable}; train the whole policy with lora.rank 0"
         )
     for key in ("rank", "scale", "targets") if config.lora.is_used else ():
         wanted, found = (
-            sorted(v) if isinstance(v := getattr(lora, key), tuple) else v
+            sorted(kinds_of(shape, lora)) if key == "targets" else getattr(lora, key)
             for lora in (config.lora, adapter.lora)
         )
         if wanted != found:

@@ -1,8 +1,17 @@
-"""LoRA adapters in PEFT's layout. PEFT's names are ours after `base_model.model.`."""
+"""LoRA adapters in PEFT's layout. PEFT's names are ours after `base_model.model.`, but for experts' tensors,
+which PEFT wraps into each other (its target_parameters):
+
+    mlp.experts.gate_up_proj_lora.lora_A.weight     PEFT: mlp.experts.base_layer.lora_A.weight
+    mlp.experts.down_proj_lora.lora_A.weight        PEFT: mlp.experts.lora_A.weight
+
+Adapters of single experts, as transformers 4 named them (mlp.experts.3.up_proj), are merged only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +26,21 @@ from tlt.base.io.files import replace_folder
 from tlt.base.kinds import shorten
 from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
+from tlt.models.hf.conversion import conversion_of
 from tlt.models.hf.files import ADAPTER_FILES, existing_directory, read_json, write_hf_json
-from tlt.models.hf.weights import StoredTensors, is_finite, save_tensors
-from tlt.models.lora import adapter_shapes, is_of_adapter
+from tlt.models.hf.weights import StoredTensors, expected_shapes, is_finite, save_tensors
+from tlt.models.lora import (
+    OF_EXPERTS,
+    adapted,
+    adapted_on_meta,
+    adapter_shapes,
+    is_of_adapter,
+    kinds_of,
+    kinds_of_experts,
+    prefix_of,
+)
+
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 PREFIX = "base_model.model."
@@ -36,7 +57,6 @@ _MUST_BE_EMPTY = (
     "rank_pattern",
     "alpha_pattern",
     "trainable_token_indices",
-    "target_parameters",
     "layer_replication",
     "alora_invocation_tokens",
     "use_bdlora",
@@ -53,16 +73,42 @@ another base."""
 
 
 def save_adapter(
-    path: Path, lora: LoraSection, tensors: Mapping[str, Tensor], base: str, revision: str | None
+    path: Path,
+    config: ModelConfig,
+    lora: LoraSection,
+    tensors: Mapping[str, Tensor],
+    base: str,
+    revision: str | None,
 ) -> None:
     """For `peft.PeftModel.from_pretrained(base, path)`. tensors: by our names. revision: the base's commit on
     the hub."""
     with replace_folder(path, ADAPTER_FILES) as new:
-        save_tensors(new / WEIGHTS, {PREFIX + name: tensor for name, tensor in tensors.items()})
-        write_hf_json(new / CONFIG, adapter_config(lora, base, revision))
+        names = peft_names(tensors)
+        save_tensors(new / WEIGHTS, {PREFIX + names[name]: tensor for name, tensor in tensors.items()})
+        write_hf_json(new / CONFIG, adapter_config(config, lora, base, revision))
 
 
-def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[str, object]:
+def peft_names(names: Iterable[str]) -> dict[str, str]:
+    """By ours, all of a model. A module's first tensor is wrapped innermost."""
+    found, depth = {}, Counter[str]()
+    for name in reversed(list(names)):
+        path, dot, part = name.rpartition(f"{OF_EXPERTS}.")
+        if dot:
+            experts = path.rpartition(".")[0]
+            found[name] = f"{experts}{'.base_layer' * depth[experts + part]}.{part}"
+            depth[experts + part] += 1
+        else:
+            found[name] = name
+    return found
+
+
+def adapter_config(
+    config: ModelConfig, lora: LoraSection, base: str, revision: str | None
+) -> dict[str, object]:
+    kinds, has_experts = kinds_of(config, lora), bool(kinds_of_experts(config))
+    # PEFT takes these in target_modules for single experts' matrices
+    as_parameters = {kind: f"{kind}.weight" for kind in ("gate_proj", "up_proj", "down_proj") if has_experts}
+    parameters = [as_parameters.get(kind, kind) for kind in kinds if "." in kind or kind in as_parameters]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -72,7 +118,8 @@ def adapter_config(lora: LoraSection, base: str, revision: str | None) -> dict[s
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets),
+        "target_modules": [kind for kind in kinds if "." not in kind and kind not in as_parameters],
+        **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -89,8 +136,8 @@ class Adapter:
     lora: LoraSection
     tensors: Mapping[str, Tensor]
     """The adapter's tensors in float32, by our names."""
-    without: str | None = None
-    """A matrix without adapter though others of its kind have one, or None."""
+    untrainable: str | None = None
+    """Why a run that trains adapters cannot train on, as "FOLDER …" goes on."""
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
@@ -108,14 +155,19 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
     matrices = {name.rpartition(".lora_")[0] for name in tensors if is_of_adapter(name)}
     if not matrices:
         raise UserError(f"{file}: holds no matrix of LoRA; give a folder that PEFT has saved")
-    targets = tuple(sorted({name.rpartition(".")[2] for name in matrices}))
-    lora = _read_lora(folder / CONFIG, said, targets)
+    single = {name for name in matrices if _OF_ONE_EXPERT.search(name)}
+    lora = _read_lora(folder / CONFIG, said, _targets(matrices - single, said, config))
     expected = _expected_shapes(file, config, lora)
+    ours = {theirs: name for name, theirs in peft_names(expected).items()}
+    tensors = {ours.get(name, name): tensor for name, tensor in tensors.items()}
+    matrices = {name.rpartition(".lora_")[0] for name in tensors}
     without = sorted({name.rpartition(".lora_")[0] for name in expected} - matrices)
-    if _may_leave_out(folder / CONFIG, said):
+    if _may_leave_out(folder / CONFIG, said) or single:
         expected = {
             name: shape for name, shape in expected.items() if name.rpartition(".lora_")[0] in matrices
         }
+    if single:
+        expected |= _shapes_of_experts(config, lora.rank, single)
     if wrong := sorted(expected.keys() ^ tensors.keys()):
         found = "missing" if wrong[0] in expected else "none of an adapter of the model"
         raise UserError(f"{file}: tensor {wrong[0]} is {found}; give an adapter of this model")
@@ -125,7 +177,33 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
             raise UserError(f"{file}: tensor {name} {found}; give an adapter of this model")
         if not is_finite(tensors[name]):
             raise UserError(f"{file}: tensor {name} holds NaN or infinite values; give another adapter")
-    return Adapter(lora, tensors, without[0] if without else None)
+    untrainable = f"does not adapt {without[0]}, as a run that trains adapters does" if without else None
+    if single:
+        untrainable = "adapts single experts, which are trained in one tensor"
+    return Adapter(lora, tensors, untrainable)
+
+
+def _shapes_of_experts(config: ModelConfig, rank: int, paths: Iterable[str]) -> dict[str, torch.Size]:
+    """Of those that are the model's."""
+    fused = {name: torch.empty(shape, device="meta") for name, shape in expected_shapes(config).items()}
+    matrices = conversion_of(config).to_checkpoint(fused)
+    found = {}
+    for path in paths:
+        if (matrix := matrices.get(f"{path}.weight")) is not None:
+            found[f"{path}.lora_A.weight"] = torch.Size((rank, matrix.shape[1]))
+            found[f"{path}.lora_B.weight"] = torch.Size((matrix.shape[0], rank))
+    return found
+
+
+def _targets(matrices: set[str], said: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """matrices: by PEFT's names."""
+    kinds, experts = {name.rpartition(".")[2] for name in matrices}, kinds_of_experts(config)
+    wrapped = kinds & {"base_layer", *(kind.partition(".")[0] for kind in experts)}
+    if "base_layer" not in wrapped:  # one tensor of the experts alone
+        given = {str(name).rpartition(".")[2] for name in said.get("target_parameters") or ()}
+        experts = tuple(kind for kind in experts if kind.partition(".")[2] in given)
+    named = {*(kinds - wrapped), *(experts if wrapped else ())}
+    return tuple(sorted(named)) or kinds_of(config, LoraSection(rank=1))[:1]  # single experts alone
 
 
 def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:
@@ -172,13 +250,22 @@ class AdaptedTensors(StoredTensors):
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype | None, adapter: Adapter) -> None:
         self._adapter = adapter  # first, because the base may read tensors
+        self._layers = adapted(adapted_on_meta(config, adapter.lora))
         super().__init__(path, config, dtype)
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        stored, layer = super().rows(name, rows), name.removesuffix(".weight")
-        a_RI, b_OR = (self._adapter.tensors.get(f"{layer}.lora_{part}.weight") for part in "AB")
-        if a_RI is None or b_OR is None:
+        stored = super().rows(name, rows)
+        return self._merged(stored, name, rows, self._layers[name].sum) if name in self._layers else stored
+
+    def _read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        stored, scale = super()._read(name, rows), self._adapter.lora.scale
+        if not _OF_ONE_EXPERT.search(name):
             return stored
-        wide, scale = torch.promote_types(stored.dtype, torch.float32), self._adapter.lora.scale
-        merged = torch.addmm(stored.to(wide), b_OR[rows].to(wide), a_RI.to(wide), alpha=scale)
-        return merged.to(stored.dtype)
+        return self._merged(stored, name, rows, lambda w, a, b, rows: torch.addmm(w, b[rows], a, alpha=scale))
+
+    def _merged(self, stored: Tensor, name: str, rows: slice, sum: Callable[..., Tensor]) -> Tensor:
+        a, b = (self._adapter.tensors.get(f"{prefix_of(name)}lora_{part}.weight") for part in "AB")
+        if a is None or b is None:
+            return stored
+        wide = torch.promote_types(stored.dtype, torch.float32)
+        return sum(stored.to(wide), a.to(wide), b.to(wide), rows).to(stored.dtype)

@@ -36,7 +36,7 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 def saved(tmp_path: Path) -> Path:
     tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
     save_model(tmp_path / "base", LLAMA, tensors, dtype=torch.float64, source=None, extra=IDS)
-    save_adapter(tmp_path / "adapter", make_config().lora, trained(make_policy()), "base", None)
+    save_adapter(tmp_path / "adapter", LLAMA, make_config().lora, trained(make_policy()), "base", None)
     return tmp_path
 
 
