@@ -236,6 +236,10 @@ class UpdateMetrics:
     seconds: duration of the update.
     num_tokens: tokens of scored responses.
     num_skipped: optimizer steps skipped: no token contributed to their loss.
+    router_load_max: load of a layer's busiest expert / mean load of its experts, averaged over the layers; 1:
+        balanced. This and the next two are of response tokens, before the update; NaN: no experts.
+    router_load_entropy: entropy of the experts' loads / log(experts), averaged over the layers; 1: balanced.
+    router_gap: share of the experts that the engine took and the update's router would not; NaN: no routes.
     """
 
     loss: float
@@ -250,6 +254,9 @@ class UpdateMetrics:
     engine_trainer_logprob_gap_max: float = NAN
     num_tokens: int = 0
     num_skipped: int = 0
+    router_load_max: float = NAN
+    router_load_entropy: float = NAN
+    router_gap: float = NAN
 
 
 @dataclass(frozen=True)

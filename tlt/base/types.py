@@ -136,7 +136,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response. logprobs: as in `Response`."""
+    """One finished response.
+
+    logprobs: as in `Response`.
+    routes: experts that the engine took, a byte each, [tokens, layers, experts of a token]: of the tokens
+        that it read from the prompt's first on, or of the response's first ones (`EngineSettings.routes`).
+        None: not recorded.
+    """
 
     problem_id: str
     sample_index: int
@@ -146,6 +152,7 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     drafts: Drafts = None
+    routes: bytes | None = None
 
 
 def id_of(response: Request | Rollout | Response) -> ResponseId:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tlt.base.types import DraftOutcome, Drafts, FinishReason, Request, Rollout, UserError, Verdict
 
@@ -16,6 +18,10 @@ character are missing."""
 _NO_CHARACTER = "\ufffd"
 
 _SPARE_TOKENS = 8
+
+Routes = Literal["none", "first", "all"]
+ROUTED_TOKENS = 64
+"""Of a response whose routes are recorded as a sample."""
 
 
 @dataclass
@@ -28,6 +34,10 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     drafts: list[DraftOutcome] | None = None
     finish_reason: FinishReason | None = None
+    routes: list[Tensor] = field(default_factory=list)
+    """Of tokens that the target has read, [n, routes] each."""
+    routed_from: int = 0
+    """Position of the first of them."""
 
     @staticmethod
     def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
@@ -62,6 +72,22 @@ class Sequence:
     def num_cached(self) -> int:
         """All but the root."""
         return len(self.tokens) - 1
+
+    @property
+    def samples_routes(self) -> bool:
+        """Whether routes of a sample are still to be recorded: this engine drew all tokens so far."""
+        return not self.request.token_ids and self.num_tokens <= ROUTED_TOKENS
+
+    def note_routes(self, routes_NR: Tensor, of_all: bool) -> None:
+        """Before `commit`. Of a sample the prompt's last token is left out."""
+        if not of_all:
+            if not self.samples_routes:
+                return
+            self.routed_from = len(self.request.prompt_ids)
+            routes_NR = routes_NR[0 if self.num_tokens else 1 :][
+                : ROUTED_TOKENS + 1 - max(self.num_tokens, 1)
+            ]
+        self.routes.append(routes_NR)
 
     def commit(self, verdict: Verdict, decode: Decode | None = None, drafter: str = "") -> int:
         """Returns how many tokens were kept."""
@@ -137,7 +163,15 @@ class Sequence:
             finish_reason=self.finish_reason,
             policy_version=policy_version,
             drafts=self.recorded_drafts,
+            routes=self._recorded_routes(),
         )
+
+    def _recorded_routes(self) -> bytes | None:
+        """Without rows of tokens that were cut off."""
+        if not self.routes:
+            return None
+        rows = torch.cat(self.routes)[: self.num_cached - self.routed_from].to("cpu", torch.uint8)
+        return rows.numpy().tobytes()
 
 
 def check_request(request: Request, window: int, decodes: bool) -> None:

@@ -11,6 +11,7 @@ from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.vllm import VllmSection
 from tlt.base.speculation import Off, Speculation
 from tlt.engine.memory import automatic_bytes
+from tlt.engine.sequence import Routes
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class EngineSettings:
     window: tokens of the longest sequence; None: the model's.
     own_process: of vLLM's worker, as several vLLMs in one process need; features are then computed again for
         the drafter's training instead of captured.
+    routes: of experts that are recorded, by our engine: of all tokens, or of the response's first
+        `ROUTED_TOKENS` (sequence.py).
     """
 
     speculation: Speculation = field(default_factory=Off)
@@ -36,6 +39,7 @@ class EngineSettings:
     vllm: VllmSection = field(default_factory=VllmSection)
     window: int | None = None
     own_process: bool = False
+    routes: Routes = "none"
 
     def cache_bytes(self) -> int:
         device = torch.device(self.device)

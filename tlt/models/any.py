@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from tlt.models.any_config import AnyConfig
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import Policy, Reader
+from tlt.models.routing import Routing, watch_routers
 from tlt.models.target import Attention, Target
 
 _NAME = "tlt"
@@ -52,6 +53,7 @@ class AnyTransformer(Policy):
         self.add_module(self.stack_name, getattr(module, self.stack_name))
         self.lm_head = None if config.tie_embeddings else module.get_output_embeddings()
         self.initialize_buffers(torch.get_default_device())
+        self.route_shape = watch_routers([*self.layers])
         if checkpoints_activations:
             for layer in self.layers:
                 layer.forward = _checkpointed(layer.forward)
@@ -100,16 +102,31 @@ class AnyTransformer(Policy):
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, read: Reader | None = None
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attention,
+        read: Reader | None = None,
+        routing: Routing | None = None,
     ) -> Any:
+        """routing: of a model with experts, to record or to replay."""
         found = self.stack(
-            input_ids=token_ids_N[None], position_ids=positions_N[None], use_cache=False, attend=attend
+            input_ids=token_ids_N[None],
+            position_ids=positions_N[None],
+            use_cache=False,
+            attend=attend,
+            routing=routing,
         )
         features_NE: Tensor = found.last_hidden_state[0]
         return features_NE if read is None else read(features_NE)
 
     def forward_capturing(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attention,
+        capture: Sequence[int],
+        routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Target`."""
         captured: dict[int, Tensor] = {}
@@ -119,7 +136,7 @@ class AnyTransformer(Policy):
             if index < len(self.layers)
         ]
         try:
-            features_NE = self(token_ids_N, positions_N, attend)
+            features_NE = self(token_ids_N, positions_N, attend, routing=routing)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -167,6 +184,7 @@ class AnyTarget(Target):
             self.model.to_empty(device=self.device)
         self.model.requires_grad_(False).initialize_buffers(self.device)
         self.embedding_VE, self.head_VE = self.model.embedding.weight, self.model.head_weight
+        self.num_routes = math.prod(self.model.route_shape)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
@@ -191,7 +209,13 @@ class AnyTarget(Target):
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        return self.model.forward_capturing(token_ids_N, positions_N, attend, capture)
+        if not self.records_routes:
+            return self.model.forward_capturing(token_ids_N, positions_N, attend, capture)
+        routing = Routing()
+        features_NE, captured_NF = self.model.forward_capturing(
+            token_ids_N, positions_N, attend, capture, routing
+        )
+        return features_NE, torch.cat([captured_NF, routing.found_NRK.flatten(1).to(captured_NF)], dim=1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self.model.embedding(token_ids)

@@ -45,6 +45,8 @@ class ModelConfig:
     rope_scaling: Scaling | None = None
     max_positions: int = 4096
     tie_embeddings: bool = False
+    num_experts: int = 0
+    """Of a layer; 0: a dense model."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -219,6 +221,8 @@ class Policy(nn.Module):
     """A trainable decoder, as update, adapters and sharding use it. A tied head has no entry."""
 
     config: ModelConfig
+    route_shape: tuple[int, int] = (0, 0)
+    """(layers with experts, experts that a token takes)."""
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -31,6 +31,10 @@ class Target:
     head_VE: Tensor
     is_recordable = False
     """Whether a forward launches the same kernels for the same shapes, and waits for nothing (graphs.py)."""
+    num_routes: int = 0
+    """Experts that a token takes in all layers."""
+    records_routes: bool = False
+    """Whether `forward_capturing` appends them, in the captured features' dtype."""
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """KeyError for a missing tensor, RuntimeError for another shape."""

@@ -227,6 +227,9 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config), config.model.implementation)
+    if config.rollout.router_replay and not model.num_experts:
+        what = f"rollout.router_replay: is true, but {config.model.path} has no experts to route to"
+        raise UserError(f"{what}; set it to false")
     num_adapted = count_adapters(model, config.lora) if config.lora.is_used else None
     read_start(config, model)
     stored = None

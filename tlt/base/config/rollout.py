@@ -58,6 +58,10 @@ class RolloutSection(EngineSection):
     """How adaptive speculation chooses drafts: by measured costs and acceptance (cost-model), or by the
     bandit of the TLT paper (beg-mab)."""
 
+    router_replay: bool = False
+    """Whether the update of a model with experts takes the experts that the engine took for each token (R3),
+    instead of its router's own choice, which rounding may change (docs/models.md). The routes are kept with
+    the responses, a byte for each. For TLT's own engine."""
     measure_speedup_every: NonNegativeInt = 5
     """Policy steps between two measurements of the speedup by speculation: the leader generates a few more
     responses with and without drafts, in at most 1 % of the rollouts' seconds; where that is too short to

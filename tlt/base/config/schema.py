@@ -292,6 +292,9 @@ class Config(Section):
             what = f"rollout.ahead is {rollout.ahead}, but nothing would draft from what is generated"
             needs = "engine tlt, speculation adaptive and tuner cost-model"
             yield f"{what}: leave it out, or give {needs}"
+        if rollout.router_replay and rollout.engine == "vllm":
+            what = "rollout.router_replay is true, but engine vllm tells no routes"
+            yield f"{what}: set it to false, or rollout.engine to tlt"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"

@@ -66,6 +66,7 @@ def build_engine(
         verify=verify,
         decode=decode,
         cache_bytes=settings.cache_bytes,
+        routes=settings.routes,
     )
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)

@@ -36,7 +36,7 @@ from tlt.engine.own.noise import BatchLaw, StepNoise
 from tlt.engine.own.prefill import prefill
 from tlt.engine.own.scheduler import Admission, Scheduler
 from tlt.engine.own.tree_forward import PIECE, along_paths, forward_trees, recorded_length
-from tlt.engine.sequence import Decode, Sequence, broken_policy
+from tlt.engine.sequence import Decode, Routes, Sequence, broken_policy
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import prepare_kernels
 from tlt.models.graphs import Graphs
@@ -53,6 +53,7 @@ class RolloutEngine(RolloutBackend):
 
     verify: an audit passes a faulty one.
     cache_bytes: of all caches; called whenever they start empty.
+    routes: that are recorded; of a model without experts none.
     """
 
     drafter: Drafter[Any]
@@ -68,6 +69,7 @@ class RolloutEngine(RolloutBackend):
         verify: Verify = verify,
         decode: Decode | None = None,
         cache_bytes: Callable[[], int | None] = lambda: None,
+        routes: Routes = "none",
     ) -> None:
         window = model.config.max_positions
         super().__init__(max_batch_size, window, tuner=tuner, on_span=on_span, decode=decode)
@@ -78,6 +80,7 @@ class RolloutEngine(RolloutBackend):
         self.memory = CacheMemory(self.cache, window, cache_bytes)
         self.drafter = self.memory.drafter
         self.verify = verify
+        self.routes = routes if model.num_routes else "none"
         self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None
         prepare_kernels(self.device, model.dtype)
@@ -177,11 +180,16 @@ class RolloutEngine(RolloutBackend):
             # the cache is empty: it starts anew, without the room that an earlier long sequence needed
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
-        prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
+        with self._recording(self.routes == "all"):
+            prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
+        captured_TF, routes_TR = self._split(captured_TF)
+        if routes_TR is not None:
+            for slot in slots:
+                self.running[slot].routes.append(routes_TR)
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
@@ -227,15 +235,21 @@ class RolloutEngine(RolloutBackend):
 
     def _verify(self, tree: DraftTree) -> list[Verdict]:
         law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
+        is_sampled = self.routes == "first" and any(sequence.samples_routes for sequence in self.running)
         length = max(prefixes) + tree.num_nodes
         self.memory.reserve(len(prefixes), length)
         recorded = recorded_length(self.graphs, self.model, self.cache, tree, length)
         nodes = layout(tree, prefixes, self.model.dtype, recorded)
         graphs = None if recorded is None else self.graphs
-        captured_BNF, forward = forward_trees(
-            self.model, self.cache, tree, nodes, self.drafter.capture, graphs
-        )
+        with self._recording(is_sampled or self.routes == "all"):
+            captured_BNF, forward = forward_trees(
+                self.model, self.cache, tree, nodes, self.drafter.capture, graphs
+            )
+            captured_BNF, routes_BNR = self._split(captured_BNF)
         verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        if routes_BNR is not None:
+            for sequence, routes_NR, verdict in zip(self.running, routes_BNR, verdicts, strict=True):
+                sequence.note_routes(routes_NR[list(verdict.path)], self.routes == "all")
         for sequence, verdict in zip(self.running, verdicts, strict=True):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)
@@ -243,6 +257,22 @@ class RolloutEngine(RolloutBackend):
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
         self._remember(tree, captured_BNF, prefixes, verdicts)
         return verdicts
+
+    @contextmanager
+    def _recording(self, is_on: bool) -> Iterator[None]:
+        """Others, such as a drafter's training, call the model too."""
+        self.model.records_routes = is_on
+        try:
+            yield
+        finally:
+            self.model.records_routes = False
+
+    def _split(self, captured: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(features, routes) of what `forward_capturing` returns."""
+        if not self.model.records_routes:
+            return captured, None
+        num_features = captured.shape[-1] - self.model.num_routes
+        return captured[..., :num_features], captured[..., num_features:].to(torch.uint8)
 
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]

@@ -27,6 +27,9 @@ EXPERTS = "glm4_moe gpt_oss mixtral olmoe qwen3_moe"
 CHECKED = frozenset([*DENSE.split(), *EXPERTS.split()])
 """model_type of each; tests/unit/models/test_any.py compares them."""
 
+MOST_EXPERTS = 256
+"""Routes are kept as bytes."""
+
 MIN_WINDOW = 16
 """A window is longer than a draft tree is deep."""
 
@@ -79,6 +82,7 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         raw=json.dumps(dict(raw), sort_keys=True),
         head_scale=1.0 if scaling is None else 1.0 / scaling,
         head_softcap=getattr(config, "final_logit_softcapping", None),
+        num_experts=_num_experts(fields, config),
     )
 
 
@@ -86,6 +90,15 @@ def _active_width(config: PreTrainedConfig) -> int:
     """Of a token's MLP; of experts, of those that it is routed to."""
     width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return width * (getattr(config, "num_experts_per_tok", None) or 1)
+
+
+def _num_experts(fields: Fields, config: PreTrainedConfig) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number: int = next((found for name in names if (found := getattr(config, name, None))), 0)
+    if number > MOST_EXPERTS:
+        name = next(name for name in names if name in fields.raw)
+        raise fields.other(name, f"routes are kept for {MOST_EXPERTS} experts of a layer at most")
+    return number
 
 
 def _refuse_unknown(fields: Fields) -> None:

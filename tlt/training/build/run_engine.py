@@ -23,4 +23,5 @@ def engine_settings(config: Config, device: torch.device | str) -> EngineSetting
         num_ranks=local_ranks(config),
         engine=rollout.engine,
         vllm=config.vllm,
+        routes="all" if rollout.router_replay else "first",
     )

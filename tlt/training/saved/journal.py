@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -103,6 +104,7 @@ class FileJournal(Journal):
             "reason": rollout.finish_reason,
             "version": rollout.policy_version,
             "drafts": rollout.drafts,
+            "routes": None if rollout.routes is None else b64encode(rollout.routes).decode(),
         }
         self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
@@ -291,6 +293,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                         record.about["reason"],
                         record.about["version"],
                         read_drafts(record.about["drafts"]),
+                        routes=None if (routes := record.about.get("routes")) is None else b64decode(routes),
                     )
                 )
                 if "reward" in record.about:

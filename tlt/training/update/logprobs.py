@@ -19,16 +19,17 @@ from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf
 from tlt.training.update.algorithms import entropy
 from tlt.training.update.plan import Experience, families_of
+from tlt.training.update.routes import Routes
 
 LOGITS_PER_CHUNK = 2**24
 """In memory at a time: a larger head runs in chunks, and again in the backward pass."""
 
 
 def response_logprobs(
-    model: Policy | BaseOf, batch: Sequence[Experience], temperature: float
+    model: Policy | BaseOf, batch: Sequence[Experience], temperature: float, routes: Routes | None = None
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_T, entropy_T) of the response tokens; the entropy carries no gradient. bf16 logits are
-    widened to float32."""
+    widened to float32. routes: of a model with experts."""
     device = model.head_weight.device
     families = families_of(batch)
     sizes = [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families]
@@ -64,7 +65,14 @@ def response_logprobs(
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    result: tuple[Tensor, Tensor] = model(upload(tokens, device), attend.positions(device), attend, read)
+    inputs = upload(tokens, device), attend.positions(device), attend, read
+    if routes is None:
+        result: tuple[Tensor, Tensor] = model(*inputs)
+        return result
+    starts = {i: (places[1:] or [places[0] + 1])[0] for i, places in predictors.items()}
+    routing = routes.routing(batch, families, starts, len(tokens))
+    result = model(*inputs, routing)
+    routes.observe(batch, starts, routing)
     return result
 
 

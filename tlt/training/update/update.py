@@ -48,6 +48,7 @@ from tlt.training.update.finite import check_loss, check_rewards, check_weights
 from tlt.training.update.gradients import gradients_of
 from tlt.training.update.logprobs import response_logprobs
 from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
+from tlt.training.update.routes import Routes
 from tlt.training.update.schedule import learning_rate
 
 SAMPLED_TOKENS = 4096
@@ -158,6 +159,7 @@ class PolicyTrainer:
 
         sums = Totals()
         grad_norms = []
+        routes = self._routes()
         for _ in range(section.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
                 lengths = [r.num_in_loss for r in minibatch]
@@ -167,7 +169,7 @@ class PolicyTrainer:
                     totals = Totals()
                     for batch in share:
                         frozen = old.get(batch), reference.get(batch)
-                        totals.add(self._accumulate(batch, divisor, *frozen, batch is last))
+                        totals.add(self._accumulate(batch, divisor, *frozen, batch is last, routes))
                     totals = self._reduce(totals)
                     if any(lengths):
                         grad_norms.append(self._optimizer_step(totals.loss, step, largest))
@@ -192,7 +194,12 @@ class PolicyTrainer:
             zero_variance_groups=num_unscored_groups + num_zero_advantage,
             num_skipped=section.epochs * section.minibatches - len(grad_norms),
             seconds=time.perf_counter() - start,
+            **({} if routes is None else routes.metrics(self.group)),
         )
+
+    def _routes(self) -> Routes | None:
+        """None: a model without experts."""
+        return Routes(self.model, self.device) if self.model.config.num_experts else None
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -232,10 +239,8 @@ class PolicyTrainer:
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(id_of, rollouts), all_kl_T.split(lengths), strict=True))
         for batch in self._plan(responses):
-            models: tuple[Policy | BaseOf, ...] = (self.model, reference)
-            logprobs_T, reference_T = (
-                response_logprobs(model, batch.responses, self.temperature)[0] for model in models
-            )
+            logprobs_T, _ = response_logprobs(self.model, batch.responses, self.temperature, self._routes())
+            reference_T, _ = response_logprobs(reference, batch.responses, self.temperature)
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
             parts = kl_T.split([r.num_tokens for r in batch.responses])
             for r, part in zip(batch.responses, parts, strict=True):
@@ -251,14 +256,21 @@ class PolicyTrainer:
     ) -> dict[MicroBatch, Frozen]:
         """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
         (ratio 1)."""
+        routes = self._routes() if model is self.model else None
         return {
-            batch: response_logprobs(model, batch.responses, self.temperature)
+            batch: response_logprobs(model, batch.responses, self.temperature, routes)
             for share in shares
             for batch in share
         }
 
     def _accumulate(
-        self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
+        self,
+        batch: MicroBatch,
+        divisor: int,
+        old: Frozen | None,
+        reference: Frozen | None,
+        is_last: bool,
+        routes: Routes | None,
     ) -> Totals:
         """old: None when the policy that sampled is the current one.
         reference: None where the loss has no KL.
@@ -266,7 +278,7 @@ class PolicyTrainer:
         section, responses = self.algorithm_section, batch.responses
         lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
-            logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature)
+            logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature, routes)
             engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
             advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)

@@ -103,7 +103,7 @@ lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 task        max_prompt_tokens date
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation tuner ahead
-rollout     measure_speedup_every
+rollout     measure_speedup_every router_replay
 vllm        tensor_parallel max_draft_tokens compile prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop stop_ids
 drafter     path train learning_rate vocabulary

@@ -98,7 +98,7 @@ def note_running(journal: FileJournal, *responses: Running) -> None:
 
 def test_finished_responses_and_their_rewards_come_back_as_they_were(tmp_path: Path) -> None:
     requests = ask()
-    first, second = answer(requests[0][0]), answer(requests[2][1])
+    first, second = replace(answer(requests[0][0]), routes=bytes(range(256))), answer(requests[2][1])
     reward = Reward(1 / 3, True, parts={"length": 0.1}, metrics={"ratio": float("inf")}, task="sums")
     journal = open_journal(tmp_path)
     assert journal.begin("rollout 0", requests) == Recalled(requests)

@@ -79,7 +79,9 @@ class Table(torch.nn.Module):
         starts = torch.tensor([0, *case.lengths]).cumsum(0).tolist()
         self.places = {id_of(r): slice(starts[i], starts[i + 1]) for i, r in enumerate(case.rollouts)}
 
-    def lookup(self, batch: Sequence[Experience], temperature: float) -> tuple[Tensor, Tensor]:
+    def lookup(
+        self, batch: Sequence[Experience], temperature: float, routes: None = None
+    ) -> tuple[Tensor, Tensor]:
         found = torch.cat([self.logprobs[self.places[id_of(response.rollout)]] for response in batch])
         return found, torch.zeros_like(found)
 
