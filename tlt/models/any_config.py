@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class AnyConfig(ModelConfig):
     """raw: config.json whole, as JSON; the other fields are what engine and plan read.
+    layer_windows: see `windows`.
     head_scale, head_softcap: logits = softcap · tanh(scale · x Wᵀ / softcap).
     """
 
     raw: str = "{}"
+    layer_windows: tuple[int | None, ...] = ()
     head_scale: float = 1.0
     head_softcap: float | None = None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self.layer_windows
 
     def for_transformers(self) -> PreTrainedConfig:
         from transformers import CONFIG_MAPPING

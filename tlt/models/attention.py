@@ -18,6 +18,7 @@ from tlt.base.uploads import upload
 from tlt.models import cpu_kernels, flash
 from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, attend_masked
 from tlt.models.decoder import ModelConfig
+from tlt.models.kv_cache import ring_length, store
 
 if TYPE_CHECKING:
     from tlt.models.compiled_attention import CompiledAttention
@@ -211,11 +212,11 @@ class StoringPrefill(SharedPrompts):
         parts = iter(qkv_NSD[:, self.num_heads :].transpose(0, 1).split(self._runs(), dim=1))
         for prompt, own in self.families:
             first_KTD, first = next(parts), next(slots)
-            kv_SKLD[first, :, : first_KTD.shape[1]] = first_KTD
+            store(kv_SKLD, first, 0, first_KTD)
             for _ in own[1:]:
                 slot, own_KTD = next(slots), next(parts)
-                kv_SKLD[slot, :, :prompt] = first_KTD[:, :prompt]
-                kv_SKLD[slot, :, prompt : prompt + own_KTD.shape[1]] = own_KTD
+                store(kv_SKLD, slot, 0, first_KTD[:, :prompt])
+                store(kv_SKLD, slot, prompt, own_KTD)
         return super().__call__(layer, qkv_NSD, form)
 
 
@@ -272,7 +273,7 @@ class Cached:
     counts: new tokens of each sequence, without padding in input and output; None: T each.
     positions_BT: of the new tokens, where a window counts them; None: their columns (chains).
 
-    Query heads that share keys are folded into the query length.
+    Query heads that share keys are folded into the query length. A layer shorter than `length` is a ring.
     """
 
     def __init__(
@@ -309,15 +310,19 @@ class Cached:
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         cache_SKLD = self.layers[layer]
         q_NHD, new_NKD = qkv_NSD.tensor_split([self.num_heads], dim=1)
-        cache_SKLD[self.rows, :, self.columns] = new_NKD.view(*self.columns.shape, *new_NKD.shape[1:])
+        ring = cache_SKLD.shape[2] if cache_SKLD.shape[2] < self.length else None
+        columns = self.columns if ring is None else self.columns % ring
+        cache_SKLD[self.rows, :, columns] = new_NKD.view(*columns.shape, *new_NKD.shape[1:])
         B, T = self.batch, self.num_new
         q_NHD = pad(q_NHD, self.real_N, B * T)
         k_BKLD, v_BKLD = cache_SKLD[:B, :, : self.length].chunk(2, dim=1)
         if form.is_plain_within(self.length):
+            assert ring is None, "a layer without a window keeps all"
             out_NC = self._attend_grouped(q_NHD, k_BKLD, v_BKLD, form.scale)
         else:
+            hidden = self._hidden(form.window) if ring is None else self._hidden_in_ring(form.window, ring)
             q_BHTD = q_NHD.view(B, T, self.num_heads, -1).transpose(1, 2)
-            out_BHTD = attend_masked(q_BHTD, k_BKLD, v_BKLD, form, self._hidden(form.window))
+            out_BHTD = attend_masked(q_BHTD, k_BKLD, v_BKLD, form, hidden)
             out_NC = out_BHTD.transpose(1, 2).reshape(B * T, -1)
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
 
@@ -332,6 +337,18 @@ class Cached:
                 hidden_BTL = far_BTL if hidden_BTL is None else hidden_BTL | far_BTL
             self.hidden_by_window[window] = hidden_BTL
         return self.hidden_by_window[window]
+
+    def _hidden_in_ring(self, window: int | None, ring: int) -> Tensor:
+        """bool[B, T, R]. A column holds the latest position of its remainder; or one of a rejected draft,
+        instead of a position before the window."""
+        assert window is not None
+        assert ring >= ring_length(window), f"a ring of {ring} columns for a window of {window}"
+        last_B1 = self.columns_BT.amax(dim=1, keepdim=True)
+        held_BR = last_B1 - (last_B1 - torch.arange(ring, device=last_B1.device)) % ring
+        hidden_BTL = self._hidden(window)
+        assert hidden_BTL is not None
+        hidden_BTR = hidden_BTL.gather(2, held_BR.clamp_min(0)[:, None].expand(-1, self.num_new, -1))
+        return hidden_BTR | (held_BR < 0)[:, None]
 
     def _attend_grouped(self, q_NHD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float | None) -> Tensor:
         B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group

@@ -64,6 +64,7 @@ class CompiledAttention:
         positions_BT: Tensor | None = None,
     ) -> None:
         self.layers, self.real_N, self.num_heads = layers_SKLD, real_N, num_heads
+        self.longest = max(n for _, n in rows)
         self.columns = columns_BT.contiguous()
         self.positions = self.columns if positions_BT is None else positions_BT.contiguous()
         self.form = PLAIN
@@ -84,10 +85,12 @@ class CompiledAttention:
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         if form is not self.form:
             self._set(form, qkv_NSD.shape[2])
+        capacity = self.layers[layer].shape[2]
+        assert form.window or capacity >= self.longest, "a layer without a window keeps all"
         qkv_NSD = qkv_NSD.contiguous()
         out_NC = qkv_NSD.new_empty(len(qkv_NSD), self.num_heads * qkv_NSD.shape[2])
         self.call["qkv"], self.call["out"] = qkv_NSD.data_ptr(), out_NC.data_ptr()
-        self.call["layer"] = self.layers[layer].data_ptr()
+        self.call["layer"], self.call["capacity"] = self.layers[layer].data_ptr(), capacity
         self.loop.run()
         return out_NC
 
@@ -161,14 +164,15 @@ def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
         first_start = (first_position - call.window + _1) // _KEYS * _KEYS
     for start in range(first_start, num_keys, _KEYS):
         count = min(_KEYS, num_keys - start)
-        _score(queries, num_rows, layer, keys_at + start * dim, count, dim, rest, scores)
+        column = start % call.capacity  # of a ring: blocks of 64 lie whole in it
+        _score(queries, num_rows, layer, keys_at + column * dim, count, dim, rest, scores)
         if call.softcap > 0.0:
             _cap(scores, num_rows, _F32(call.softcap))
         if call.window:
             _hide_far(call, scores, num_rows, group, count, sequence * call.num_new, start)
         _hide(call, scores, num_rows, group, count, sequence * call.num_new, start)
         _weigh(scores, num_rows, dim, sums, largest, totals)
-        _add(scores, num_rows, layer, values_at + start * dim, count, dim, rest, sums)
+        _add(scores, num_rows, layer, values_at + column * dim, count, dim, rest, sums)
     for row in range(num_rows):
         at = ((first + row // group) * call.num_heads + kv_head * group + row % group) * dim
         _unload(sums, row * dim, dim, _F32(1) / totals[row], out, at)
@@ -179,7 +183,7 @@ def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignor
     columns, dim, step = int64_at(call.columns), call.head_dim, call.num_heads + _2 * call.num_kv_heads
     for i in range(num_new):
         source = ((first + i) * step + head) * dim
-        target = at + _U64(columns[sequence * call.num_new + i]) * dim
+        target = at + _U64(columns[sequence * call.num_new + i]) % call.capacity * dim
         for d in range(dim):
             layer[target + d] = qkv[source + d]
 

@@ -57,6 +57,11 @@ class ModelConfig:
         return self.architecture == "qwen3"
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer; None: it sees all. (): every layer does."""
+        return ()
+
+    @property
     def num_qkv(self) -> int:
         """S, the heads of a fused projection: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from tlt.base.uploads import upload
 from tlt.models.decoder import ModelConfig
-from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
+from tlt.models.kv_budget import BLOCK, MOST_TOKENS, UNBOUNDED, Budget, whole_blocks
 
 T = TypeVar("T")
 
 GROUP_BYTES = 2**28
 """A small cache is one tensor, served by one operation; a large one grows group by group, so that little of
 it exists twice."""
+
+MOST_WRITTEN = 512
+"""Most tokens of a sequence written at once where earlier ones are read."""
 
 PREFILL_TOKENS = 8192
 """Most tokens of a prefill forward: about 2 GiB of activations at 7B in bf16."""
@@ -40,16 +43,37 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
         yield group
 
 
+def ring_length(window: int) -> int:
+    """Columns of a layer that sees `window` tokens: what is written at once, a part of a prompt or a tree,
+    overwrites nothing that it sees."""
+    return whole_blocks(window + MOST_WRITTEN)
+
+
+def store(kv_SKLD: Tensor, slot: int, first: int, kv_KTD: Tensor) -> None:
+    """Writes a layer's keys and values of positions first … of a slot."""
+    length = kv_SKLD.shape[2]
+    end = first + kv_KTD.shape[1]
+    if end <= length:
+        kv_SKLD[slot, :, first:end] = kv_KTD
+        return
+    begin = max(first, end - length)
+    columns_T = torch.arange(begin, end, device=kv_SKLD.device) % length
+    kv_SKLD[slot, :, columns_T] = kv_KTD[:, begin - first :]
+
+
 class Cache:
     """`layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values; a view into `groups`.
 
+    A layer with a window is a ring where the cache is longer: position p lies in column p mod its length.
     Entries beyond a sequence's length are finite and unused: rejected drafts, or zeros.
     """
 
     def __init__(
         self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int
     ) -> None:
-        self.num_layers, self.max_slots, self.dtype, self.device = num_layers, max_slots, dtype, device
+        self.max_slots, self.dtype, self.device = max_slots, dtype, device
+        self.rings = [MOST_TOKENS if window is None else ring_length(window) for window in config.windows]
+        self.rings = self.rings or [MOST_TOKENS] * num_layers
         self.num_heads, self.head_dim = 2 * config.num_kv_heads, config.head_dim
         self.num_slots, self.capacity, self.num_moves = 0, BLOCK, 0
         self.groups: list[Tensor] = []
@@ -57,7 +81,7 @@ class Cache:
 
     def slot_bytes(self, length: int) -> int:
         """Bytes of a slot."""
-        return self.num_layers * self._layer_bytes(whole_blocks(length))
+        return sum(self._layer_bytes(min(whole_blocks(length), ring)) for ring in self.rings)
 
     def _layer_bytes(self, num_tokens: int) -> int:
         return num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
@@ -84,16 +108,28 @@ class Cache:
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_moves += 1
         self.num_slots, self.capacity = num_slots, length
-        per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
-        old, self.groups, self.layers = self.layers[::-1], [], []
-        while (missing := self.num_layers - len(self.layers)) > 0:
-            shape = (min(per_group, missing), num_slots, self.num_heads, length, self.head_dim)
+        old, self.groups = dict(enumerate(self.layers)), []
+        layers: dict[int, Tensor] = {}
+        for indices in self._indices_of_groups(num_slots, length):
+            own_length = min(length, self.rings[indices[0]])
+            shape = (len(indices), num_slots, self.num_heads, own_length, self.head_dim)
             group = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            for layer in group:
-                if old:
-                    layer[:kept, :, :columns] = old.pop()[:kept, :, :columns]
+            for index, layer in zip(indices, group, strict=True):
+                if (before := old.pop(index, None)) is not None:
+                    layer[:kept, :, :columns] = before[:kept, :, :columns]
+                layers[index] = layer
             self.groups.append(group)
-            self.layers += group
+        self.layers = [layers[index] for index in range(len(self.rings))]
+
+    def _indices_of_groups(self, num_slots: int, length: int) -> Iterator[list[int]]:
+        """Layers of a group have one length."""
+        by_length: dict[int, list[int]] = {}
+        for index, ring in enumerate(self.rings):
+            by_length.setdefault(min(length, ring), []).append(index)
+        for own_length, indices in by_length.items():
+            most = max(GROUP_BYTES // self._layer_bytes(num_slots * own_length), 1)
+            for first in range(0, len(indices), most):
+                yield indices[first : first + most]
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copies a prompt shared by its samples to neighbouring slots."""
@@ -117,7 +153,9 @@ class Cache:
         slots_M1, starts_M1, columns_MP = rows_MP[:, :1], rows_MP[:, 1:2], rows_MP[:, 2:]
         targets_MP = starts_M1 + torch.arange(longest, device=self.device)
         for group in self.groups:
-            group[:, slots_M1, :, targets_MP] = group[:, slots_M1, :, starts_M1 + columns_MP]
+            size = group.shape[3]
+            found = group[:, slots_M1, :, (starts_M1 + columns_MP) % size]
+            group[:, slots_M1, :, targets_MP % size] = found
 
     def move(self, source: int, target: int, length: int) -> None:
         for group in self.groups:

@@ -22,7 +22,7 @@ from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
 
-_PART_TOKENS = 512
+_PART_TOKENS = kv_cache.MOST_WRITTEN
 """Bounds the mask, with a row per token and per query head that shares a key: 235 MiB in bf16 at 7B and 32k
 tokens."""
 

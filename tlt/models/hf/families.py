@@ -80,10 +80,18 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         max_positions=config.max_position_embeddings,
         tie_embeddings=bool(config.tie_word_embeddings),
         raw=json.dumps(dict(raw), sort_keys=True),
+        layer_windows=_windows(config),
         head_scale=1.0 if scaling is None else 1.0 / scaling,
         head_softcap=getattr(config, "final_logit_softcapping", None),
         num_experts=_num_experts(fields, config),
     )
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Without kinds of layers, a window is every layer's."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds) if window else ()
 
 
 def _active_width(config: PreTrainedConfig) -> int:
