@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tlt.base.records import DrafterCheck
 from tlt.base.types import Rollout
+from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, PackedDrafter, flatten_anchors
 from tlt.drafter.pairs import FIRST_PREDICTED, TOKEN_AHEAD, predicts_response
 from tlt.models.attention import PackedCausal
@@ -71,7 +72,8 @@ class Sample:
 
     @property
     def tokens_R(self) -> Tensor:
-        return self.token_ids_N[flatten_anchors(self.lengths, self.anchors)]
+        index_R = upload(flatten_anchors(self.lengths, self.anchors), self.token_ids_N.device)
+        return self.token_ids_N[index_R]
 
     def overlap(self, logits_RV: Tensor, token_ids: Tensor | None) -> float:
         """sum over R of sum_v min(p(v), q(v)). token_ids: reduced draft vocabulary, outside of which
@@ -242,10 +244,10 @@ def read_sample(
         features_NE, captured_NF = target.forward_capturing(
             ids_N, attend.positions(target.device), attend, capture
         )
-        features_RE = features_NE[flatten_anchors(lengths[group], anchors[group])]
+        index_R = upload(flatten_anchors(lengths[group], anchors[group]), target.device)
         token_ids.append(ids_N)
         captured.append(captured_NF)
-        targets.append(distribution(target.logits(features_RE), temperature))
+        targets.append(distribution(target.logits(features_NE[index_R]), temperature))
     parts = torch.cat(token_ids), torch.cat(captured)
     return Sample(*parts, lengths, anchors, temperature, torch.cat(targets))
 

@@ -20,7 +20,9 @@ class Referee:
     """Runs the target with transformers, by one plain causal forward. Raises UserError if it cannot load the
     model."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -40,6 +42,7 @@ class Referee:
                 dtype=dtype,
                 attn_implementation=attention,
             ).eval()
+            self.model.to(device)
         except Exception as error:  # transformers raises exceptions of many kinds
             message = " ".join(str(error).split())[:200]
             raise UserError(
@@ -53,8 +56,9 @@ class Referee:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """The logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
-        ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
+        """The logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB, on the
+        CPU."""
+        ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]], device=self.model.device)
         first, cache = len(prompt_ids) - 1, None
         step = max(_CHUNK_LOGITS // self.vocab_size, 16)
         begin = 0
@@ -63,7 +67,7 @@ class Referee:
             out = self.model(ids[:, begin:end], use_cache=True, **{self.cache_name: cache})
             cache = out[self.cache_name]
             if end > first:
-                yield out.logits[0, max(first - begin, 0) :]
+                yield out.logits[0, max(first - begin, 0) :].cpu()
             begin = end
 
 

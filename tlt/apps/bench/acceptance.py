@@ -17,8 +17,6 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from tlt.base.config.drafter import DrafterSection
-from tlt.base.kinds import DraftVocab
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, UserError, Verdict
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedProposal, OnVerdicts
@@ -74,17 +72,16 @@ class Chains:
     model: Model
     drafter: StoredDrafter
     depth: int
-    max_batch_size: int
-    draft_vocab: DraftVocab = "full"
+    settings: EngineSettings
 
     def engine(
         self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None
     ) -> tuple[RolloutEngine, LearnedDrafter]:
-        drafting = DrafterSection(vocabulary=self.draft_vocab)
-        settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
         tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
-        engine = build_engine(self.model.config, self.model.tensors, settings, tuner=tuner, verify=verify)
-        learned = build_learned(engine, self.drafter, settings, on_verdicts)
+        engine = build_engine(
+            self.model.config, self.model.tensors, self.settings, tuner=tuner, verify=verify
+        )
+        learned = build_learned(engine, self.drafter, self.settings, on_verdicts)
         engine.load_drafter(learned)
         return engine, learned
 
@@ -146,10 +143,12 @@ def speedup(chains: Chains, requests: Sequence[Request], num_rounds: int) -> tup
     """Generates the same responses in turns. Returns seconds without / with speculation, and how many
     responses differed (near-ties, in float32)."""
     texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
-    model, settings = chains.model, EngineSettings(max_batch_size=chains.max_batch_size)
+    model = chains.model
 
     def seconds(has_chains: bool) -> float:
-        engine = chains.engine()[0] if has_chains else build_engine(model.config, model.tensors, settings)
+        engine = (
+            chains.engine()[0] if has_chains else build_engine(model.config, model.tensors, chains.settings)
+        )
         rollouts: list[Rollout] = []
         elapsed = seconds_of(lambda: rollouts.extend(engine.generate(requests)))
         texts.append({(rollout.problem_id, rollout.sample_index): rollout.token_ids for rollout in rollouts})

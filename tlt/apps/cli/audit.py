@@ -56,7 +56,10 @@ class VerdictOptions(LawSection, Options):
     """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens are
     tied."""
     referee_dtype: Literal["float32", "float64"] = "float32"
-    """Number type of the model in transformers, which runs on the CPU."""
+    """Number type of the model in transformers."""
+    referee_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model in transformers. auto: the GPU where there is one; cpu where it does not fit there
+    beside the engine."""
     few_tokens_pass: Switch = False
     """Exits with 0 also where nothing speaks against the engine, but the tokens are too few to call it
     lossless."""
@@ -261,10 +264,12 @@ class Judge:
             import torch
 
             from tlt.apps.audit.referee import Referee
+            from tlt.engine.build.model import resolve_device
             from tlt.models.hf.tokenizer import check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
 
             torch.set_num_threads(threads)
-            referee = Referee(folder, resolve_dtype(options.referee_dtype))
+            device = resolve_device(options.referee_device, "--referee-device")
+            referee = Referee(folder, resolve_dtype(options.referee_dtype), device)
             tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         params = options.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder))
         check_stop_ids(params, referee.vocab_size, "--stop")
@@ -292,6 +297,8 @@ class Judge:
             seed=seed,
         )
         report = auditor.judge(mode, answers.rollouts, self.referee)
+        told = f"tlt: {report.num_responses} responses judged, by the model on {self.referee.model.device}"
+        print(told, file=sys.stderr, flush=True)
         report = replace(report, num_missing=answers.num_missing)
         if (tokenizer := self.tokenizer) is None:
             return report

@@ -7,6 +7,7 @@ responses ──train──▶ drafter/ ──export──▶ a folder that vLLM
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import model_validator
 
 from tlt.apps.cli.data import Data, PromptOptions
-from tlt.apps.cli.engine import Progress, generate_in_order, show_busy, show_progress
+from tlt.apps.cli.engine import DeviceOptions, Progress, generate_in_order, show_busy, show_progress
 from tlt.apps.cli.options import AdapterName, DrafterName, File, ModelName, Options, Written
 from tlt.apps.cli.summary import Summary, percent
 from tlt.base.config.drafter import DraftVocabOption
@@ -22,6 +23,7 @@ from tlt.base.config.mistakes import mistake
 from tlt.base.io.files import Record, check_new_folder
 from tlt.base.io.hub import resolve_model
 from tlt.base.kinds import (
+    BatchSize,
     BlockLayers,
     BlockLength,
     LearningRate,
@@ -31,7 +33,6 @@ from tlt.base.kinds import (
     Samples,
     Seed,
     Temperature,
-    Threads,
 )
 from tlt.base.speculation import Adaptive
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
@@ -40,8 +41,8 @@ from tlt.training.saved.response_reader import read_responses
 if TYPE_CHECKING:
     from tlt.engine.build.model import Model
     from tlt.models.decoder import ModelConfig
+    from tlt.models.target import Target
 
-_ANSWERS_AT_A_TIME = 64
 _BLOCK_PRESETS = ("dflash", "dflash-pace", "dspark")
 
 
@@ -58,8 +59,8 @@ class AnswerOptions(PromptOptions):
     """Sampling temperature of the responses to --prompts; at 0 the most probable token is taken."""
     seed: Seed = 0
     """Seed of the sampling: the same seed gives the same responses."""
-    threads: Threads = 1
-    """CPU threads to compute with."""
+    max_batch_size: BatchSize = 64
+    """Responses that are generated at a time."""
 
     def requests(self, prompts: Path, model: Model) -> list[Request]:
         from tlt.models.hf.prompts import make_requests
@@ -72,7 +73,7 @@ class AnswerOptions(PromptOptions):
         return make_requests(encoded, params, self.samples)
 
 
-class DrafterTrain(AnswerOptions):
+class DrafterTrain(AnswerOptions, DeviceOptions):
     """Train a drafter for a model on its own responses."""
 
     model: ModelName
@@ -159,7 +160,6 @@ def train(options: DrafterTrain) -> Record:
 
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
         from tlt.drafter.shape import BlockOptions, drafter_shape
-        from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, train_offline
         from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
@@ -168,6 +168,7 @@ def train(options: DrafterTrain) -> Record:
         from tlt.models.hf.weights import content_hash
         from tlt.models.new import new_target
 
+        device, dtype = options.choose_device(), options.choose_dtype()
     source = load_model(folder, adapter=adapter)
     config, tensors = source.config, source.tensors
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
@@ -176,18 +177,20 @@ def train(options: DrafterTrain) -> Record:
     shape = drafter_shape(config, preset.method, block=block) if stored is None else stored.config
     check_wanted(options.draft_vocab, shape)
     torch.set_num_threads(options.threads)
-    if options.responses is None:
-        rollouts, where = _answer(options, source), "--prompts: they have"
-    else:
-        rollouts, where = _read(options.responses, config), f"--responses: {options.responses} has"
-    target = new_target(config, torch.float32)
+    requests = None if options.prompts is None else options.requests(options.prompts, source)
+    rollouts = [] if options.responses is None else _read(options.responses, config)
+    if options.responses is not None:
+        _check_trainable(rollouts, f"--responses: {options.responses} has")
+    print(f"tlt: model and drafter on {device}", file=sys.stderr, flush=True)
+    target = new_target(config, dtype, device)
     target.load(tensors, version=0)
-    if not any(map(is_trainable, rollouts)):
-        raise UserError(f"{where} no response of three tokens or more; give longer ones")
+    if requests is not None:
+        rollouts = _answer(options, target, requests)
+        _check_trainable(rollouts, "--prompts: they have")
     if stored is None:
         model = new_draft_model(shape, target, rollouts, options.seed)
     else:
-        model = build_draft_model(stored, torch.device("cpu"))
+        model = build_draft_model(stored, device)
     vocabulary = counts_V = None
     if shape.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, shape), options.draft_vocab)
@@ -219,22 +222,30 @@ def train(options: DrafterTrain) -> Record:
     if vocabulary is not None:
         counts_V = vocabulary.counts_V
     save_drafter(options.out, model, torch.bfloat16, about, counts_V)
-    return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
+    return {"responses": len(rollouts), **asdict(summary), "device": str(device), "out": str(options.out)}
 
 
 def _read(file: Path, config: ModelConfig) -> list[Rollout]:
     return read_responses(file, vocab_size=config.vocab_size, window=config.max_positions)
 
 
-def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
+def _check_trainable(rollouts: Sequence[Rollout], where: str) -> None:
+    from tlt.drafter.training.buffer import is_trainable
+
+    if not any(map(is_trainable, rollouts)):
+        raise UserError(f"{where} no response of three tokens or more; give longer ones")
+
+
+def _answer(options: DrafterTrain, target: Target, requests: Sequence[Request]) -> list[Rollout]:
     """No learned drafter drafts here."""
     from tlt.engine.build.engine import build_engine
     from tlt.engine.settings import EngineSettings
 
-    assert options.prompts is not None, "responses or prompts are given"
-    settings = EngineSettings(Adaptive(), max_batch_size=_ANSWERS_AT_A_TIME)
-    engine = build_engine(model.config, model.tensors, settings)
-    return generate_in_order(engine, options.requests(options.prompts, model))
+    settings = EngineSettings(Adaptive(), device=target.device, max_batch_size=options.max_batch_size)
+    engine = build_engine(target.config, target, settings)
+    rollouts = generate_in_order(engine, requests)
+    engine.release()
+    return rollouts
 
 
 def export(options: DrafterExport) -> Record:
@@ -285,6 +296,7 @@ def export(options: DrafterExport) -> Record:
 
 def summarize_training(record: Record) -> Summary:
     rows = {name: record[name] for name in ("responses", "tokens", "steps", "seconds", "loss", "draft_vocab")}
+    rows["device"] = record["device"]
     rows["coverage of the tokens"] = percent(record["coverage"])
     if record["warning"]:
         rows["warning"] = record["warning"]

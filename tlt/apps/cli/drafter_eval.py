@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +10,17 @@ from typing import Annotated
 from pydantic import Field
 
 from tlt.apps.cli.drafter import AnswerOptions
-from tlt.apps.cli.engine import show_busy
+from tlt.apps.cli.engine import DeviceOptions, show_busy
 from tlt.apps.cli.options import File, Written
 from tlt.apps.cli.summary import Summary, rounded
-from tlt.base.config.drafter import DraftVocabOption
+from tlt.base.config.drafter import DrafterSection, DraftVocabOption
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.kinds import BatchSize, MaxTokens, NonNegativeInt, Temperature
 from tlt.base.strategy import Strategy
 
 
-class DrafterEval(AnswerOptions):
+class DrafterEval(AnswerOptions, DeviceOptions):
     """Measure how often a drafter's guesses are accepted, and where."""
 
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
@@ -36,7 +37,6 @@ class DrafterEval(AnswerOptions):
     temperature: Temperature = 0.0
     max_tokens: MaxTokens = 512
     max_batch_size: BatchSize = 8
-    """Sequences that are decoded at a time."""
     draft_vocab: DraftVocabOption = "auto"
     """Tokens that the drafter may propose. A number N: the N most frequent tokens, by the counts in its
     folder and in what is sampled. full: all tokens. auto: all, or fewer where the drafter's head takes a
@@ -56,12 +56,21 @@ def evaluate(options: DrafterEval) -> Record:
         from tlt.apps.bench.acceptance import Chains, observe, speedup
         from tlt.drafter.formats.folder import load_drafter
         from tlt.engine.build.model import load_model
+        from tlt.engine.settings import EngineSettings
 
+        device, dtype = options.choose_device(), options.choose_dtype()
         model = load_model(folder, adapter=adapter)
     drafter = load_drafter(drafter_folder, model.config, model.tensors)
     requests = options.requests(options.prompts, model)
     torch.set_num_threads(options.threads)
-    chains = Chains(model, drafter, options.depth, options.max_batch_size, options.draft_vocab)
+    settings = EngineSettings(
+        dtype=dtype,
+        device=device,
+        max_batch_size=options.max_batch_size,
+        drafting=DrafterSection(vocabulary=options.draft_vocab),
+    )
+    chains = Chains(model, drafter, options.depth, settings)
+    print(f"tlt: {len(requests)} responses on {device}", file=sys.stderr, flush=True)
     with show_busy(f"answering {len(requests)} prompts"):
         acceptance = observe(chains, requests)
     summary: Record = {
@@ -70,6 +79,7 @@ def evaluate(options: DrafterEval) -> Record:
         "temperature": options.temperature,
         "responses": len(requests),
         **asdict(acceptance),
+        "device": str(device),
     }
     if options.rounds:
         with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
@@ -82,7 +92,7 @@ def evaluate(options: DrafterEval) -> Record:
 
 
 def summarize(record: Record) -> Summary:
-    names = "form", "depth", "temperature", "responses", "num_verifications", "draft_vocab"
+    names = "form", "depth", "temperature", "responses", "num_verifications", "draft_vocab", "device"
     rows: Record = {name: record[name] for name in names}
     rows["mean error of confidence"] = record["calibration_error"]
     rows["all guesses accepted up to this position"] = [

@@ -45,7 +45,22 @@ class SamplingOptions(SamplingSection, Options):
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
 
 
-class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, Options):
+class DeviceOptions(DeviceSection, Options):
+    """The device that computes:"""
+
+    threads: Threads = 1
+    """CPU threads to compute with."""
+
+    def choose_device(self) -> torch.device:
+        from tlt.engine.build.model import resolve_device
+
+        return resolve_device(self.device, "--device")
+
+    def choose_dtype(self) -> torch.dtype:
+        return resolve_dtype(self.dtype, self.choose_device().type)
+
+
+class EngineOptions(VllmSection, DeviceOptions, DecoderSection, EngineSection, Options):
     """The engine, its drafter and its device:"""
 
     drafter: DrafterName = None
@@ -55,8 +70,6 @@ class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, O
     """Tokens that the learned drafter may propose. A number N: the N most frequent tokens of what is sampled.
     full: all tokens. auto: all, or fewer where the drafter's head takes a tenth of a forward or more. Changes
     the speed alone. For TLT's own engine."""
-    threads: Threads = 1
-    """CPU threads to compute with."""
 
     def check_engine(self, speculation: Speculation, has_references: bool = False) -> None:
         """Raises UserError for an engine that could not be built, before anything is loaded."""
@@ -69,8 +82,7 @@ class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, O
             from tlt.engine.vllm.preflight import check_vllm
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
-            dtype = resolve_dtype(self.dtype, device)
-            check_vllm(speculation, has_drafter, dtype, device, self)
+            check_vllm(speculation, has_drafter, self.choose_dtype(), device, self)
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
@@ -87,7 +99,7 @@ class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, O
 
         return EngineSettings(
             speculation,
-            dtype=resolve_dtype(self.dtype, self.choose_device().type),
+            dtype=self.choose_dtype(),
             device=self.choose_device(),
             max_batch_size=self.max_batch_size,
             drafting=DrafterSection(vocabulary=self.draft_vocab),
@@ -96,11 +108,6 @@ class EngineOptions(VllmSection, DeviceSection, DecoderSection, EngineSection, O
             vllm=self,
             window=window,
         )
-
-    def choose_device(self) -> torch.device:
-        from tlt.engine.build.model import resolve_device
-
-        return resolve_device(self.device, "--device")
 
 
 def longest(requests: Sequence[Request]) -> int:

@@ -34,7 +34,7 @@ def new_draft_model(
         said = (token for one in rollouts for token in (*one.prompt_ids, *one.token_ids))
         counts_V = count_tokens(said, target.config.vocab_size)
         shape = replace(shape, mask_token_id=mask_token(counts_V, target.embedding_VE))
-    return new_model(shape).initialize(seed)
+    return new_model(shape).initialize(seed).to(target.device)
 
 
 def build_spot_trainer(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.apps.cli.parts import WINDOW, fail, generate, read_lines, succeed, write_lines
+from tests.unit.engine.own.pretend_device import pretended
 
 
 @pytest.mark.usefixtures("here")
@@ -116,3 +117,30 @@ def test_what_only_a_new_block_drafter_has_is_refused_for_others(
     assert fail(capsys, *words, "--layers", "2").startswith("--layers: it is for block drafters alone")
     kept = fail(capsys, *words, "--preset", "dflash", "--init", "drafter", "--block", "3")
     assert kept == "--block: that of --init is kept; leave it out"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("preset", ["hass", "dspark"])
+def test_a_drafter_is_trained_and_measured_on_the_gpu_where_there_is_one_as_on_a_cpu(
+    preset: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pretended GPU refuses to compute with tensors of both devices."""
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    common = ("--prompts", "prompts.jsonl", "--max-tokens", "20", "--temperature", "1", "--dtype", "float32")
+    shape = ("--preset", preset, "--samples", "4", "--tokens-per-micro-step", "32")
+
+    def train_and_measure(out: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        trained = succeed(capsys, "drafter", "train", str(model), "--out", out, *common, *shape)
+        return trained, succeed(
+            capsys, "drafter", "eval", out, "--model", str(model), "--rounds", "1", *common
+        )
+
+    on_cpu = train_and_measure("cpu")
+    with pretended(monkeypatch):
+        on_gpu = train_and_measure("gpu")
+    assert [record["device"] for record in (*on_cpu, *on_gpu)] == ["cpu", "cpu", "cuda", "cuda"]
+    for name in ("loss", "acceptance"):
+        assert on_gpu[0][name] == pytest.approx(on_cpu[0][name], rel=1e-5)
+    assert on_gpu[1]["by_position"] == on_cpu[1]["by_position"]
+    one, other = (load_file(Path(name) / "model.safetensors") for name in ("cpu", "gpu"))
+    assert all(torch.allclose(one[name], other[name], atol=1e-3) for name in one)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 import tlt
 from tests.replays import record_by_running
 from tlt.models import graphs
+from tlt.speculation.law import draw as draw_module
+from tlt.speculation.law import sampling
+from tlt.speculation.law.params import BatchParams
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -158,6 +161,28 @@ def _place() -> str:
     return "?" if frame is None else f"{frame.f_code.co_filename.removeprefix(_ROOT)}:{frame.f_lineno}"
 
 
+def kernels() -> SimpleNamespace:
+    """Stands in for fused.py: what the kernels of a GPU compute, by the reference on the CPU."""
+
+    def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
+        return PretendTensor(sampling.gumbel_noise(plain(keys_B4), plain(positions_BT), vocab_size))
+
+    def draw(
+        logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
+    ) -> tuple[Tensor, ...]:
+        assert params.inverse_temperature_B11 is None
+        assert params.noise_scale_B11 is None
+        drawn = draw_module.draw_by_definition(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
+        return tuple(map(PretendTensor, drawn))
+
+    return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, PretendTensor)
+    return tensor.values
+
+
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
     """Pretends that there is a GPU; yields what is counted, from 0 on."""
@@ -188,6 +213,12 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
         )
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    monkeypatch.setattr(sampling, "kernels", kernels)
+    monkeypatch.setattr(draw_module, "kernels", kernels)
     monkeypatch.setattr(graphs, "record", record_by_running)
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(Tensor, "to", to)

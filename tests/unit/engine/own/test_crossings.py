@@ -4,14 +4,12 @@ and uploads for which nobody waits and whose number does not grow with the batch
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, make_policy
-from tests.unit.engine.own.pretend_device import DEVICE, Crossings, PretendTensor, pretended
+from tests.unit.engine.own.pretend_device import DEVICE, Crossings, plain, pretended
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
 from tlt.base.uploads import upload
@@ -25,34 +23,9 @@ from tlt.drafter.shape import Method, drafter_shape
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.law import draw as draw_module
-from tlt.speculation.law import sampling
-from tlt.speculation.law.params import BatchParams
 from tlt.speculation.tuner.tuner import Fixed
 
 POLICY = make_policy()
-
-
-def kernels() -> SimpleNamespace:
-    """Stands in for fused.py: what the kernels of a GPU compute, by the reference on the CPU."""
-
-    def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
-        return PretendTensor(sampling.gumbel_noise(plain(keys_B4), plain(positions_BT), vocab_size))
-
-    def draw(
-        logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-    ) -> tuple[Tensor, ...]:
-        assert params.inverse_temperature_B11 is None
-        assert params.noise_scale_B11 is None
-        drawn = draw_module.draw_by_definition(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
-        return tuple(map(PretendTensor, drawn))
-
-    return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, PretendTensor)
-    return tensor.values
 
 
 def make_engine(strategy: Strategy, batch_size: int, method: Method = "eagle") -> RolloutEngine:
@@ -82,8 +55,6 @@ def crossings_of_a_step(
     monkeypatch: pytest.MonkeyPatch, strategy: str, batch_size: int, method: Method = "eagle"
 ) -> Crossings:
     """Returns the most that any of five steps had, once the batch runs."""
-    monkeypatch.setattr(sampling, "kernels", kernels)
-    monkeypatch.setattr(draw_module, "kernels", kernels)
     with pretended(monkeypatch) as crossings:
         engine = make_engine(Strategy.parse(strategy), batch_size, method)
         for _ in range(3):
@@ -170,7 +141,6 @@ def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(
 
 
 def test_on_a_gpu_the_engine_keeps_to_kernels_that_plan_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "kernels", kernels)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
