@@ -1,5 +1,5 @@
-"""Adapters of experts: saved here, loaded by PEFT beside transformers' model, and the other way round. Runs
-where PEFT is installed: pip install peft."""
+"""Adapters of experts and of text parts: saved here, loaded by PEFT beside transformers' model, and the other
+way round. Runs where PEFT is installed: pip install peft."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.unit.models.test_lora_experts import (
     make_policy,
     save_single,
 )
+from tests.unit.models.test_text_part import WHOLE, adapted_policy
+from tests.unit.models.test_text_part import reference as whole_model
 from tlt.engine.build.model import load_model
 from tlt.models.hf.peft import PREFIX, peft_names, save_adapter
 from tlt.training.ranks.sharding import FullTensors
@@ -49,7 +51,9 @@ def base_of(name: str, folder: Path) -> Any:
 
 def their_logits(theirs: Any) -> Tensor:
     tokens = torch.randint(4, VOCAB, (42,), generator=torch.Generator().manual_seed(0))
-    return torch.cat([theirs(part[None], use_cache=False).logits[0] for part in tokens.split([30, 12])])
+    return torch.cat(
+        [theirs(input_ids=part[None], use_cache=False).logits[0] for part in tokens.split([30, 12])]
+    )
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -113,3 +117,17 @@ def test_an_adapter_of_single_experts_is_merged_as_peft_merges_it(name: str, tmp
     merged = theirs.merge_and_unload().state_dict()
     for path, tensor in found.items():
         torch.testing.assert_close(tensor, merged[path], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_peft_reads_an_adapter_of_a_text_part_beside_the_whole_model(name: str, tmp_path: Path) -> None:
+    whole_model(name).save_pretrained(tmp_path / "base")
+    policy, config = adapted_policy(tmp_path / "base", "transformers")
+    save_adapter(tmp_path / "adapter", policy.config, config.lora, trained(policy), "base", None)
+    base = type(whole_model(name)).from_pretrained(tmp_path / "base", dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert (logits_of(policy) - their_logits(theirs)).abs().max() < 1e-9
+        with theirs.disable_adapter():
+            assert (logits_of(policy) - their_logits(theirs)).abs().max() > 1e-2
+    assert not [path for path, _ in theirs.named_parameters() if "lora_" in path and "vis" in path]

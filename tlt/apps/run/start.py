@@ -250,7 +250,13 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         data.inputs().refuse_other(begun.inputs, config, begun.when)
     rows = [problem.data for problem in data.all_problems]
     chats = describe_template(rows, data.tokenizer, chat_format(config), "task.chat = true")
-    notes = (*data.notes, *chats, *([stored.note] if stored is not None and stored.note else []))
+    part = [f"{config.model.path} is trained as a text model: weights that read images stay as they are"]
+    notes = (
+        *part[: model.is_text_part],
+        *data.notes,
+        *chats,
+        *([stored.note] if stored is not None and stored.note else []),
+    )
     return Findings(model, data, num_adapted, notes)
 
 

@@ -34,6 +34,7 @@ COMPANIONS = (
     "chat_template*",
     "additional_chat_templates",
     "generation_config.json",
+    "*processor_config.json",
 )
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")

@@ -249,7 +249,8 @@ class RolloutEngine(RolloutBackend):
         verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         if routes_BNR is not None:
             for sequence, routes_NR, verdict in zip(self.running, routes_BNR, verdicts, strict=True):
-                sequence.note_routes(routes_NR[list(verdict.path)], self.routes == "all")
+                path = slice(len(verdict.path)) if tree.is_chain else list(verdict.path)
+                sequence.note_routes(routes_NR[path], self.routes == "all")
         for sequence, verdict in zip(self.running, verdicts, strict=True):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)

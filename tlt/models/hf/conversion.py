@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
+from tlt.models.hf.text_part import MODULE, NEWEST, in_layout, layout_of, renamed
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,30 @@ class Conversion(SameNames):
         return converted
 
 
+class TextPart(SameNames):
+    """inner: of the text model."""
+
+    def __init__(self, inner: SameNames) -> None:
+        self.inner = inner
+
+    def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
+        stored = list(stored)
+        layout = layout_of(stored)
+        named = {text: name for name in stored if (text := renamed(name, layout, MODULE)) is not None}
+        return {
+            target: replace(found, names=tuple(named[name] for name in found.names))
+            for target, found in self.inner.sources(named).items()
+        }
+
+    def to_module(self, name: str, sources: Sources, read: Callable[[str], Tensor]) -> Tensor:
+        return self.inner.to_module(name, sources, read)
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In the newest layout."""
+        return in_layout(self.inner.to_checkpoint(tensors), NEWEST)
+
+
 @lru_cache
 def conversion_of(config: ModelConfig) -> SameNames:
-    return Conversion(config) if isinstance(config, AnyConfig) else SameNames()
+    inner = Conversion(config) if isinstance(config, AnyConfig) else SameNames()
+    return TextPart(inner) if config.is_text_part else inner

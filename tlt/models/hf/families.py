@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.config import Fields, OtherComputation, parse_config
 from tlt.models.hf.files import existing_directory, read_json
+from tlt.models.hf.text_part import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral olmo2 olmo3"
-DENSE += " phi3 qwen2 qwen3 seed_oss smollm3"
+DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral3 mistral"
+DENSE += " olmo2 olmo3 phi3 qwen2 qwen3 seed_oss smollm3"
 EXPERTS = "glm4_moe gpt_oss mixtral olmoe qwen3_moe"
 CHECKED = frozenset([*DENSE.split(), *EXPERTS.split()])
 """model_type of each; tests/unit/models/test_any.py compares them."""
@@ -41,15 +43,23 @@ def load_model_config(path: Path | str, implementation: Implementation = "auto")
     """
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
-    if implementation == "auto":
-        with suppress(OtherComputation):
-            return parse_config(raw, str(source))
     try:
-        return parse_config(raw, str(source)) if implementation == "own" else parse_any(raw, str(source))
+        if (text := text_part(Fields(raw, str(source)))) is not None:
+            return replace(_parse(text, str(source), implementation), is_text_part=True)
+        return _parse(raw, str(source), implementation)
     except OtherComputation as refusal:
         remedy = "engine vllm may generate with it, but cannot train it"
         remedy = "implementation auto may compute it" if implementation == "own" else remedy
         raise OtherComputation(f"{refusal}; {remedy}") from None
+
+
+def _parse(raw: Mapping[str, Any], source: str, implementation: Implementation) -> ModelConfig:
+    if implementation == "own":
+        return parse_config(raw, source)
+    if implementation == "auto":
+        with suppress(OtherComputation):
+            return parse_config(raw, source)
+    return parse_any(raw, source)
 
 
 def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:

@@ -28,6 +28,7 @@ from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.conversion import conversion_of
 from tlt.models.hf.files import ADAPTER_FILES, existing_directory, read_json, write_hf_json
+from tlt.models.hf.text_part import MODULE, NEWEST, layout_of, renamed
 from tlt.models.hf.weights import StoredTensors, expected_shapes, is_finite, save_tensors
 from tlt.models.lora import (
     OF_EXPERTS,
@@ -84,6 +85,8 @@ def save_adapter(
     the hub."""
     with replace_folder(path, ADAPTER_FILES) as new:
         names = peft_names(tensors)
+        if config.is_text_part:
+            names = {name: str(renamed(theirs, MODULE, NEWEST)) for name, theirs in names.items()}
         save_tensors(new / WEIGHTS, {PREFIX + names[name]: tensor for name, tensor in tensors.items()})
         write_hf_json(new / CONFIG, adapter_config(config, lora, base, revision))
 
@@ -109,6 +112,9 @@ def adapter_config(
     # PEFT takes these in target_modules for single experts' matrices
     as_parameters = {kind: f"{kind}.weight" for kind in ("gate_proj", "up_proj", "down_proj") if has_experts}
     parameters = [as_parameters.get(kind, kind) for kind in kinds if "." in kind or kind in as_parameters]
+    modules: list[str] | str = [kind for kind in kinds if "." not in kind and kind not in as_parameters]
+    if config.is_text_part:  # what reads images may have matrices of the same names
+        modules = rf".*language_model\..*\.({'|'.join(modules)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -118,7 +124,7 @@ def adapter_config(
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
-        "target_modules": [kind for kind in kinds if "." not in kind and kind not in as_parameters],
+        "target_modules": modules,
         **({"target_parameters": parameters} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -152,6 +158,9 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
             f"{file}: is no readable safetensors file ({error}); give a folder that PEFT has saved"
         ) from None
     tensors = {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
+    if config.is_text_part:
+        layout = layout_of(tensors)
+        tensors = {renamed(name, layout, MODULE) or name: tensor for name, tensor in tensors.items()}
     matrices = {name.rpartition(".lora_")[0] for name in tensors if is_of_adapter(name)}
     if not matrices:
         raise UserError(f"{file}: holds no matrix of LoRA; give a folder that PEFT has saved")

@@ -38,6 +38,7 @@ from tlt.models.hf.files import (
     read_json,
     write_hf_json,
 )
+from tlt.models.hf.text_part import MODULE, NEWEST, in_layout, layout_of, renamed
 from tlt.models.new import new_transformer
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,16 +80,17 @@ class StoredTensors(Mapping[str, Tensor]):
         self._stored, self._dtype = _stored_tensors(files), dtype
         expected = expected_shapes(config)
         self._names = list(expected)
-        has_tied_head = config.tie_embeddings and "lm_head.weight" in self._stored
-        if has_tied_head:
-            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         self._conversion = conversion_of(config)
         self._sources = self._conversion.sources(self._stored)
+        has_tied_head = config.tie_embeddings and "lm_head.weight" in self._sources
+        if has_tied_head:
+            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         place = files[0] if len(files) == 1 else directory / INDEX
         _check_stored(self._stored, self._sources, expected, config, place)
         if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
+            head = self._stored[self._sources["lm_head.weight"].names[0]]
             raise UserError(
-                f"{self._stored['lm_head.weight'].file}: tensor lm_head.weight differs from "
+                f"{head.file}: tensor lm_head.weight differs from "
                 "model.embed_tokens.weight although tie_word_embeddings is true; set it to false in "
                 f"{directory / 'config.json'} to keep both"
             )
@@ -270,7 +272,11 @@ def save_model(
     target = Path(path).resolve()
     origin = None if source is None else existing_directory(source)
     with replace_folder(target, CHECKPOINT_FILES) as new:
-        _write_tensors(new, config, tensors, dtype, max_shard_bytes)
+        carried = None
+        if config.is_text_part:
+            assert origin is not None, "the rest of the checkpoint comes from the original"
+            carried = Carried(origin)
+        _write_tensors(new, config, tensors, dtype, max_shard_bytes, carried)
         write_hf_json(new / "config.json", _described(origin, config, dtype, extra or {}))
         if origin is not None:
             _copy_companions(origin, new)
@@ -283,9 +289,9 @@ def _described(
     token ids."""
     file = None if origin is None else origin / "config.json"
     known = read_json(file) if file is not None and file.exists() else {}
-    if isinstance(config, AnyConfig):
+    if isinstance(config, AnyConfig) and not config.is_text_part:
         known = json.loads(config.raw)
-    elif not _describes(known, config):
+    elif not config.is_text_part and not _describes(known, config):
         ids = {key: known[key] for key in TOKEN_IDS if key in known}
         return config_to_hf(config, dtype, ids | dict(extra))
     kept = {key: value for key, value in known.items() if not key.startswith("tlt_")}  # an earlier run's
@@ -330,14 +336,22 @@ def _write_tensors(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     max_shard_bytes: int,
+    carried: Carried | None,
 ) -> None:
     expected = expected_shapes(config)
     odd = sorted(tensors.keys() ^ expected.keys())
     assert not odd, f"not the tensors of this config: {odd[:3]}"
     shards, conversion = plan_shards(expected, dtype.itemsize, max_shard_bytes), conversion_of(config)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    others = [] if carried is None else plan_shards(carried.shapes, 4, max_shard_bytes)
+    num_files, weight_map, total_size = len(shards) + len(others), dict[str, str](), 0
+    for number, names in enumerate([*shards, *others], start=1):
+        file = WEIGHTS if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        if carried is not None and number > len(shards):
+            stored = {name: carried[name] for name in names}
+            save_tensors(directory / file, stored)
+            weight_map |= dict.fromkeys(stored, file)
+            total_size += sum(tensor.nbytes for tensor in stored.values())
+            continue
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         for name, tensor in shard.items():
             if not is_finite(tensor):
@@ -345,11 +359,39 @@ def _write_tensors(
                 raise UserError(f"tensor {name} holds NaN or infinite values, and is not written; {remedy}")
             assert tensor.shape == expected[name], f"{name}: {tensor.shape}, not {expected[name]}"
         stored = conversion.to_checkpoint(shard)
+        if carried is not None:
+            stored = in_layout(stored, carried.layout, NEWEST)
         save_tensors(directory / file, stored)
         weight_map |= dict.fromkeys(stored, file)
-    if len(shards) > 1:
-        total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
+        total_size += sum(tensor.nbytes for tensor in stored.values())
+    if num_files > 1:
         write_hf_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+class Carried(Mapping[str, Tensor]):
+    """A checkpoint's tensors outside its text part, as they are stored, each read on access."""
+
+    def __init__(self, origin: Path) -> None:
+        stored = _stored_tensors(_weight_files(origin))
+        self.layout = layout_of(stored)
+        self._stored = {
+            name: one for name, one in stored.items() if renamed(name, self.layout, MODULE) is None
+        }
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._stored[name].file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def _copy_companions(origin: Path, directory: Path) -> None:

@@ -10,12 +10,10 @@ from typing import Any, Literal
 import pytest
 from transformers import (
     DeepseekV3Config,
-    Gemma3Config,
     Gemma4Config,
     GPT2Config,
     Llama4Config,
     LlamaConfig,
-    Mistral3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
@@ -66,11 +64,9 @@ FOREIGN: dict[str, tuple[str, PreTrainedConfig]] = {
     ),
 }
 COMPOSITE: dict[str, tuple[str, type[PreTrainedConfig]]] = {
-    "Gemma 3 from 4B": ("Gemma3ForConditionalGeneration", Gemma3Config),
     "Gemma 4": ("Gemma4ForConditionalGeneration", Gemma4Config),
     "Qwen3.5": ("Qwen3_5ForConditionalGeneration", Qwen3_5Config),
     "Qwen3.5, a mixture": ("Qwen3_5MoeForConditionalGeneration", Qwen3_5MoeConfig),
-    "Ministral 3": ("Mistral3ForConditionalGeneration", Mistral3Config),
     "Llama 4": ("Llama4ForConditionalGeneration", Llama4Config),
 }
 """Models whose config.json has its text model's numbers under text_config."""
