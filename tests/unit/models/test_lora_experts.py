@@ -5,57 +5,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.refused import refused
-from tests.unit.models.families import VOCAB, reference
-from tests.unit.models.test_any import config_of
+from tests.unit.models.compared import config_of, logits_of, make_policy
+from tests.unit.models.families import reference
 from tests.unit.models.test_lora import make_config, trained
 from tlt.apps.plan.memory import plan_memory
 from tlt.apps.plan.sizes import PlannedRun
 from tlt.base.types import UserError
-from tlt.engine.build.model import Model, load_model, open_model, open_start
-from tlt.models.any import AnyTarget, AnyTransformer
-from tlt.models.attention import PackedCausal
-from tlt.models.decoder import Policy
+from tlt.engine.build.model import load_model, open_model, open_start
+from tlt.models.any import AnyTarget
 from tlt.models.hf.peft import PREFIX, AdaptedTensors, save_adapter
 from tlt.models.hf.weights import read_safetensors
 from tlt.models.lora import BaseOf, adapted, count_adapters, kinds_of, prefix_of
-from tlt.training.build.policy import build_policy, plan_policy
 from tlt.training.ranks.sharding import FullTensors
 
 EXPERTS = ["Qwen3-30B-A3B", "OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b", "GLM-4.5-Air"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TENSORS = ("experts.gate_up_proj", "experts.down_proj")
 DENSE = ("gate_proj", "up_proj", "down_proj")
-
-
-def make_policy(name: str, **lora: Any) -> Policy:
-    """Of random weights, whose adapters do something, too."""
-    shape, config = config_of(name), make_config(**lora)
-    stored = reference(name).state_dict()
-    tensors = {path: stored[path] for path in AnyTransformer(shape).state_dict()}
-    model = Model(Path(), shape, None, (), tensors)
-    policy = build_policy(plan_policy(config, shape), model, torch.device("cpu"), seed=3)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for path, parameter in policy.named_parameters():
-            if ".lora_B." in path:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return policy
-
-
-def logits_of(model: Any) -> Tensor:
-    attend = PackedCausal(model.config, [30, 12])
-    tokens = torch.randint(4, VOCAB, (42,), generator=torch.Generator().manual_seed(0))
-    features = model(tokens, attend.positions(), attend)
-    logits: Tensor = model.logits(features)
-    return logits
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.forked import fork_ranks, run_ranks
-from tests.unit.models.test_any import config_of
+from tests.unit.models.compared import config_of
 from tests.unit.training.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
 from tests.unit.training.update.test_policy import make_batch, shuffled
 from tlt.base.config.schema import Config

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.lossless.helpers import ArtificialDrafter, by_id
+from tests.unit.models.compared import config_of, make_engine
 from tests.unit.models.families import VOCAB, logprobs, reference
-from tests.unit.models.test_any import COMPUTED, config_of, make_engine
+from tests.unit.models.test_any import COMPUTED
 from tlt.base.types import Request, SamplingParams
 from tlt.engine.own import prefill
 from tlt.models import kv_cache

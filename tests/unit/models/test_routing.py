@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from tests.lossless.helpers import ArtificialDrafter, Switching, by_id
 from tests.refused import refused
+from tests.unit.models.compared import TREES, config_of, make_requests
 from tests.unit.models.families import reference, shrunk
-from tests.unit.models.test_any import TREES, config_of, make_requests
 from tests.unit.models.test_lora_experts import EXPERTS
 from tests.unit.training.update.test_policy import OPTIMIZER
 from tlt.apps.run.start import preflight
