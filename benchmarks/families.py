@@ -18,20 +18,30 @@ import torch
 from benchmarks.command import command_of, make_parser, words
 from benchmarks.report import environment, markdown, table, write_report
 from tests.unit.models import compared
-from tests.unit.models.families import PUBLISHED, shrunk
+from tests.unit.models.families import PUBLISHED
 from tests.unit.models.test_any import own_config
 from tlt.base.types import UserError
+from tlt.models.any_config import AnyConfig
 from tlt.models.hf.config import OtherComputation
 from tlt.models.hf.families import parse_any
 from tlt.models.hf.weights import count_parameters
 
 
-def kinds_of_attention(name: str) -> str:
-    """Of a published configuration as it is."""
-    config = parse_any(PUBLISHED[name], name)
+def published(name: str) -> AnyConfig:
+    """The configuration in its own size. Lists by layer are kept in short, as their pattern."""
+    raw = dict(PUBLISHED[name])
+    num_layers = raw["num_hidden_layers"]
+    for key in ("layer_types", "no_rope_layers"):
+        if isinstance(raw.get(key), list):
+            raw[key] = (raw[key] * num_layers)[:num_layers]
+    if raw["model_type"] == "gpt_oss":
+        raw.pop("quantization_config")  # its weights in bfloat16 have none
+    return parse_any(raw, name)
+
+
+def kinds_of_attention(config: AnyConfig, raw: Mapping[str, Any]) -> str:
     windows = [window for window in config.windows if window is not None]
     said = f"{len(windows)} of {config.num_layers} layers see {windows[0]:,} tokens" if windows else "full"
-    raw = PUBLISHED[name]
     caps = (
         [f"scores capped at {raw['attn_logit_softcapping']:g}"] if raw.get("attn_logit_softcapping") else []
     )
@@ -43,12 +53,12 @@ def kinds_of_attention(name: str) -> str:
 def measure(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "model_type": PUBLISHED[name]["model_type"]}
     try:
-        found["attention"] = kinds_of_attention(name)
-        parse_any(shrunk(name), "config.json")
+        config = published(name)
     except (OtherComputation, UserError) as refusal:
         return {**found, "refused": str(refusal)}
     began = time.perf_counter()
-    found["parameters"] = count_parameters(parse_any(PUBLISHED[name], name))
+    found["attention"] = kinds_of_attention(config, PUBLISHED[name])
+    found["parameters"] = count_parameters(config)
     found["own"] = own_config(name) is not None
     for dtype in (torch.float64, torch.float32):
         result = compared.generated(name, dtype)
