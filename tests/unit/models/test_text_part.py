@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from tests.lossless.helpers import ArtificialDrafter, Switching, by_id
 from tests.refused import refused
+from tests.unit.models.compared import TREES, make_requests
 from tests.unit.models.families import VOCAB
-from tests.unit.models.test_any import TREES, make_requests
 from tests.unit.models.test_lora import make_config, trained
 from tlt.base.config.schema import Config
 from tlt.engine.build.model import load_model

@@ -100,7 +100,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         "drafter for vLLM written to served",
     ),
     "drafter train": (
-        {"responses": 8, "out": "d"}
+        {"responses": 8, "device": "cpu", "out": "d"}
         | asdict(OfflineSummary(1000, 2, 3.5, 3.4, 0.25, 0.613, "it is weak", 24, 1.0)),
         "drafter written to d, accepted with probability 61.3%",
     ),
