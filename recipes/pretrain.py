@@ -23,7 +23,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +223,17 @@ def sum_over_processes(model: nn.Module, counts: Tensor) -> Tensor:
     return counts
 
 
+def imbalance(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """Switch's auxiliary loss (arXiv 2101.03961, eq. 4), a layer at a time: 1 where each expert has as many
+    tokens as the others."""
+    losses = []
+    for logits_NX in router_logits:
+        shares_NX = logits_NX.float().softmax(-1)
+        taken = shares_NX.topk(top_k).indices.flatten().bincount(minlength=shares_NX.shape[1])
+        losses.append(shares_NX.shape[1] * (shares_NX.mean(0) * taken / taken.sum()).sum())
+    return torch.stack(losses).mean()
+
+
 def train(subject: Subject, args: argparse.Namespace) -> None:
     rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(args.seed)
@@ -243,9 +254,12 @@ def train(subject: Subject, args: argparse.Namespace) -> None:
         for _ in range(args.accumulate):
             inputs, labels = (t.to(args.device) for t in next(stream))
             with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
-                logits = model(input_ids=inputs, use_cache=False).logits
-            total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-            (total / (args.accumulate * num_processes * args.micro_tokens)).backward()
+                found = model(input_ids=inputs, use_cache=False, output_router_logits=bool(args.balance))
+            total = F.cross_entropy(found.logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = total / args.micro_tokens
+            if args.balance:
+                loss = loss + args.balance * imbalance(found.router_logits, model.config.num_experts_per_tok)
+            (loss / (args.accumulate * num_processes)).backward()
             loss_sum += float(total.detach())
             num_tokens += int((labels != IGNORE).sum())
         counts = torch.tensor([num_tokens, loss_sum, progress.seconds], device=args.device)
@@ -297,6 +311,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--balance", type=float, default=0, help="weight of the loss that balances experts")
     parser.add_argument("--micro-tokens", type=int, default=2048, help="padded tokens in a forward pass")
     parser.add_argument("--accumulate", type=int, default=1, help="forward passes of a process in a step")
     parser.add_argument(

@@ -70,9 +70,9 @@ def test_the_wheel_carries_the_recipes_and_a_description_without_broken_links(wh
         names = archive.namelist()
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
     parts = ("quickstart.toml", "base/model.safetensors", "base/tokenizer.json")
-    assert {f"tlt/_recipes/{recipe}/{part}" for recipe in ("countdown", "math") for part in parts} <= set(
-        names
-    )
+    assert {
+        f"tlt/_recipes/{recipe}/{part}" for recipe in ("countdown", "experts", "math") for part in parts
+    } <= set(names)
     assert {
         f"tlt/_recipes/countdown/{part}" for part in ("headline.toml", "drafter/model.safetensors")
     } <= set(names)

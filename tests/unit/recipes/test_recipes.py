@@ -19,7 +19,14 @@ from tlt.training.build.problems import load_problems
 
 def test_a_recipes_name_stands_for_its_configuration() -> None:
     names = list_configs()
-    assert {"countdown", "countdown/headline", "math", "math/chain_sum", "smollm2/reasoning"} < set(names)
+    assert {
+        "countdown",
+        "countdown/headline",
+        "experts",
+        "math",
+        "math/chain_sum",
+        "smollm2/reasoning",
+    } < set(names)
     assert "paper/qwen2.5-7b" in names
     assert all(find_config(Path(name)).is_file() for name in names)
     assert find_recipe("countdown").name == "quickstart.toml"
@@ -28,7 +35,7 @@ def test_a_recipes_name_stands_for_its_configuration() -> None:
     assert config.model.path == find_recipe("countdown").with_name("base")
 
 
-@pytest.mark.parametrize("name", ["countdown", "math"])
+@pytest.mark.parametrize("name", ["countdown", "experts", "math"])
 def test_every_model_that_comes_along_has_a_tokenizer_that_reads_its_problems(name: str) -> None:
     config = load_config(find_recipe(name), ["--task.num_problems", "64"])
     problems = load_problems(config, "train")
@@ -42,7 +49,7 @@ def test_every_model_that_comes_along_has_a_tokenizer_that_reads_its_problems(na
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("chess", r"recipes are countdown, countdown/headline, math, .*paper/qwen2\.5-7b"),
+        ("chess", r"recipes are countdown, countdown/headline, experts, math, .*paper/qwen2\.5-7b"),
         ("countdown/tail", "countdown/headline, countdown/quickstart"),
         ("", "countdown"),
     ],
