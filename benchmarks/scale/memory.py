@@ -1,5 +1,5 @@
-"""Does `tlt plan memory` say what a run takes? Three shapes whose memory lies in different parts, each
-trained for two steps.
+"""Does `tlt plan memory` say what a run takes? Shapes whose memory lies in different parts, and small models
+of families that transformers computes, each trained for two steps.
 
     python -m benchmarks.scale.memory --out benchmarks/results/plan-memory
 
@@ -31,9 +31,10 @@ from tlt.base.io.recipes import find_recipe
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
-from tlt.models.decoder import Transformer
+from tlt.models.decoder import randomize_matrices
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import save_model
+from tlt.models.new import new_transformer
 from tlt.training.build.problems import load_problems
 
 GIB = 2**30
@@ -51,6 +52,26 @@ class Shape:
     keys: dict[str, Any]
     drafter: bool = False
 
+
+LONG = {"sampling.max_tokens": 440, "rollout.problems_per_step": 2, "rollout.samples_per_problem": 6}
+LONG |= {"algorithm.tokens_per_micro_batch": 2048}
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 SHAPES = (
     Shape(
@@ -93,6 +114,48 @@ SHAPES = (
         },
         drafter=True,
     ),
+    Shape("Qwen3-MoE", QWEN3_MOE, LONG),
+    Shape("LoRA of Qwen3-MoE", QWEN3_MOE, LONG | {"lora.rank": 8, "lora.alpha": 16}),
+    Shape(
+        "Gemma 3",
+        {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 384,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+            "sliding_window": 64,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+            "rope_parameters": {
+                kind: {"rope_theta": 10000.0, "rope_type": "default"}
+                for kind in ("sliding_attention", "full_attention")
+            },
+        },
+        LONG,
+    ),
+    Shape(
+        "gpt-oss",
+        {
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
+        LONG,
+    ),
 )
 
 
@@ -124,7 +187,8 @@ def make_model(shape: Shape, folder: Path) -> Path:
     config = load_model_config(folder)
     extra = {key: value for key, value in json.loads(path.read_text()).items() if key.endswith("_token_id")}
     assert extra
-    model = Transformer(config).initialize(0)
+    model = new_transformer(config)
+    randomize_matrices(model, 0)
     save_model(folder / "random", config, model.state_dict(), dtype=torch.float32, source=folder)
     (folder / "random" / "generation_config.json").write_bytes(
         (folder / "generation_config.json").read_bytes()

@@ -167,12 +167,14 @@ def drafter_shape(
 ) -> DrafterShape:
     """Layers take the form that other engines serve: Llama's for EAGLE's family, Qwen3's for blocks."""
     vocab_size = draft_vocab_size or target.vocab_size
+    kept = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelConfig)}
+    geometry = ModelConfig(**kept | {"num_experts": 0, "experts_per_token": 0})
     if method == "eagle" or method == "eagle3":
-        layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
+        layer = dataclasses.replace(geometry, architecture="llama", num_layers=1, tie_embeddings=True)
         capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)
         return EagleShape(method, layer, capture, vocab_size)
     num_layers = block.num_layers or max(min(NUM_LAYERS, target.num_layers - 1), 1)
-    layer = dataclasses.replace(target, architecture="qwen3", num_layers=num_layers, tie_embeddings=True)
+    layer = dataclasses.replace(geometry, architecture="qwen3", num_layers=num_layers, tie_embeddings=True)
     is_dspark, num_drafted = method == "dspark", block.num_drafted or NUM_DRAFTED
     return BlockShape(
         method,

@@ -47,6 +47,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     num_experts: int = 0
     """Of a layer; 0: a dense model."""
+    experts_per_token: int = 0
     is_text_part: bool = False
     """Whether the checkpoint also reads images (hf/text_part.py)."""
 

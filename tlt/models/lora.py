@@ -229,15 +229,6 @@ def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
     return sum(shape.numel() for shape in adapter_shapes(config, lora).values())
 
 
-@lru_cache
-def count_kept(config: ModelConfig, lora: LoraSection) -> tuple[int, int]:
-    """What autograd keeps for the adapters of a layer, on average: (values per token, values of experts)."""
-    layers = adapted(adapted_on_meta(config, lora)).values()
-    between = sum(lora.rank for layer in layers if isinstance(layer, LoraLinear))
-    summed = sum(layer.weight.numel() for layer in layers if isinstance(layer, LoraExperts))
-    return between // config.num_layers, summed // config.num_layers
-
-
 def bit_sum(tensor: Tensor) -> Tensor:
     """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers. The sums of a tensor's shards add up to its
     own."""

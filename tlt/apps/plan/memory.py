@@ -11,13 +11,15 @@ benchmarks/scale/memory.py compares the sums with the memory of real processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from tlt.apps.plan.kept import count_kept
 from tlt.apps.plan.sizes import GIB, META, PlannedRun
+from tlt.base.config.lora import LoraSection
 from tlt.base.speculation import Adaptive, Fixed, Off
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.drafter.drafting.learned.caches import make_cache
@@ -31,9 +33,8 @@ from tlt.drafter.vocabulary import LARGEST_SHARE
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.vllm.settings import CPU_KV_GIB
 from tlt.models import cpu_kernels
-from tlt.models.decoder import ModelConfig
+from tlt.models.any_config import AnyConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
-from tlt.models.lora import count_kept
 from tlt.models.new import new_target
 from tlt.speculation.law.sampling import VALUES_PER_PART
 from tlt.speculation.tuner.tuner import default_arms
@@ -48,6 +49,9 @@ CACHES, COPY = "caches", "copy of the policy"
 
 PROCESS_BYTES = {"cpu": CPU_PROCESS_BYTES, "cuda": 1200 * 2**20}
 """PyTorch and transformers; "cuda": its context, a rule of thumb."""
+
+RESERVED = 1 / 12
+"""Of what a GPU allocates, PyTorch reserves more by 1.07, 1.07 and 1.13 (benchmarks/results/gpu/gpu.md)."""
 
 VLLM_PROCESS_BYTES = 600 * 2**20
 """vLLM without weights and caches, estimated from a CPU process."""
@@ -88,7 +92,17 @@ class MemoryPlan:
 
 def plan_memory(run: PlannedRun) -> MemoryPlan:
     terms = [*_standing(run), *_rollout(run), *_idle(run), *_update(run)]
-    caches, least = _caches(run, sum(term.num_bytes for term in terms if term.phases == ALWAYS))
+    standing = sum(term.num_bytes for term in terms if term.phases == ALWAYS)
+    plan = _with_caches(terms, *_caches(run, standing))
+    if not run.is_gpu:
+        return plan
+    reserved = int((plan.needed - PROCESS_BYTES["cuda"]) * RESERVED)
+    how = "PyTorch reserves more than it allocates: a twelfth of the largest phase"
+    terms.append(Term("reserved", ALWAYS, reserved, how))
+    return _with_caches(terms, *_caches(run, standing + reserved))
+
+
+def _with_caches(terms: Sequence[Term], caches: Term, least: int) -> MemoryPlan:
     return MemoryPlan(tuple(term for term in (*terms, caches) if term.num_bytes), least)
 
 
@@ -96,7 +110,9 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
     config, size, cut = r.config, r.engine_dtype.itemsize, r.num_slices
     trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.is_used
     on_cpu = not r.is_gpu
-    has_layout = on_cpu and cpu_kernels.has_matrices(r.engine_dtype)  # oneDNN's, of the head beside its rows
+    is_own = not isinstance(r.model, AnyConfig)
+    # oneDNN's, of the head beside its rows
+    has_layout = on_cpu and is_own and cpu_kernels.has_matrices(r.engine_dtype)
     copy = weights + has_layout * r.model.vocab_size * r.model.hidden_size * size
     yield Term("process", ALWAYS, PROCESS_BYTES["cpu" if on_cpu else "cuda"], "Python and libraries")
     yield Term("frozen weights", ALWAYS, has_lora * r.num_parameters * r.frozen // cut, "base model / slices")
@@ -138,7 +154,8 @@ def _rollout(r: PlannedRun) -> Iterator[Term]:
             budget = strategy.budget
     tokens = min(PREFILL_TOKENS, max(r.longest, r.num_slots * r.longest_prompt))
     attention = (c.num_qkv + c.num_heads) * c.head_dim
-    width = 4 * c.intermediate_size + 3 * c.hidden_size + attention + captured_size(r)
+    routed = 4 * c.experts_per_token * c.hidden_size  # a row for each expert of a token, and its result
+    width = 4 * c.intermediate_size + 3 * c.hidden_size + routed + attention + captured_size(r)
     logits = (r.num_slots + min(r.num_slots, 8) * budget) * c.vocab_size
     truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     sampled = logits * (size + 4) + min(logits, VALUES_PER_PART) * (60 if truncates else 12)
@@ -196,19 +213,13 @@ def _idle(r: PlannedRun) -> Iterator[Term]:
     preset = PRESETS[DEFAULT_PRESET[r.drafter.method]]
     rows_each = preset.rows_per_token(r.drafter)
     logits = int((1 + 3 * rows_each) * vocabulary)  # per row log-softmax, the target's, a gradient
-    each = int(rows_each * c.num_layers * (activations_per_token(c) + 2 * c.hidden_size)) + logits
+    each = int(rows_each * (count_kept(c, LoraSection()).values + 2 * c.num_layers * c.hidden_size)) + logits
     rows = vocabulary * c.hidden_size if r.engine_dtype != torch.float32 else 0  # the head, in float32
     tokens = min(MICRO_STEP_TOKENS, r.num_responses * r.longest)
     features = Cache(r.model, r.model.num_layers, r.engine_dtype, META, 1).slot_bytes(r.longest)  # recomputed
     how = "tokens of a micro-step × (activations and logits of their rows), and a response's features"
     training = 4 * (tokens * each + r.drafter_parameters + rows)
     yield Term("drafter's training", ("idle",), training + features, how)
-
-
-def activations_per_token(c: ModelConfig) -> int:
-    """Values that autograd keeps per layer and token: inputs of norms and matrices, queries, keys and values
-    before and after RoPE, the attention's output, four of MLP width."""
-    return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
 
 
 def _update(r: PlannedRun) -> Iterator[Term]:
@@ -223,24 +234,36 @@ def _update(r: PlannedRun) -> Iterator[Term]:
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)
-    between, experts = count_kept(c, lora) if lora.is_used else (0, 0)
-    layer = activations_per_token(c) + between
-    kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
-    activations = tokens * (kept + 3 * c.intermediate_size + 6 * c.hidden_size) * size
+    kept, is_checkpointed = count_kept(c, lora), parallel.checkpoint_activations
+    scores = kept.scores(r.longest, c.num_heads, size, has_kernel=r.is_gpu and size == 2)
+    if is_checkpointed:
+        layers = c.num_layers * c.hidden_size * size + kept.per_token(size) / c.num_layers + max(scores)
+    else:
+        layers = kept.per_token(size) + sum(scores)
+    passing = 3 * c.intermediate_size + (6 + 4 * c.experts_per_token) * c.hidden_size
+    activations = int(tokens * (layers + passing * size))
     stepped = r.trained_bytes // r.num_slices if r.is_gpu else 0  # AdamW's copies, once the others are gone
-    how = f"{tokens} tokens × {'layers, checkpointed' if parallel.checkpoint_activations else 'all layers'}"
+    how = f"{tokens} tokens × {'layers, checkpointed' if is_checkpointed else 'all layers'}"
     yield Term("activations", ("update",), max(activations, stepped), how)
-    sums = experts * (1 if parallel.checkpoint_activations else c.num_layers) * size
-    yield Term("adapted experts", ("update",), sums, "frozen and adapter, summed, of each layer that is kept")
-    head = 0 if lora.is_used else c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size) * size
+    if lora.is_used and c.num_experts:  # with a gradient of one layer's
+        sums = kept.fixed * size * (2 if is_checkpointed else c.num_layers + 1) // c.num_layers
+        how = "frozen and adapter, summed, of each layer that is kept"
+        yield Term("adapted experts", ("update",), sums, how)
+    largest = max(c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size), r.largest_tensor)
+    head = 0 if lora.is_used else largest * size
     rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))
     logits = rows * c.vocab_size * (8 + size) + head
-    yield Term("logits", ("update",), logits, f"{rows} rows with gradients, and the head's gradient")
+    yield Term(
+        "logits", ("update",), logits, f"{rows} rows with gradients, and the largest matrix's gradient"
+    )
     ends = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
     each = (r.num_parameters - ends) // c.num_layers
     whole = (2 * each + ends) * size
     gathered = r.is_sharded * whole * (1 if lora.is_used else 2)  # with their gradients
     yield Term("gathered layers", ("update",), gathered, "two layers, embedding and head, whole")
     merged = each * r.frozen if lora.is_used else 0
-    packed = max(2 * c.intermediate_size * c.hidden_size * (16 + r.frozen), r.is_sharded * ends * size)
-    yield Term("a layer for the engine", ("save",), merged + packed, "joined and scaled in float64")
+    joined = 2 * c.intermediate_size * c.hidden_size * (16 + r.frozen)
+    packed = max(0 if isinstance(c, AnyConfig) else joined, r.is_sharded * max(ends, each) * size)
+    yield Term(
+        "a layer for the engine", ("save",), merged + packed, "gathered, or joined and scaled in float64"
+    )

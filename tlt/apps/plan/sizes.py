@@ -14,7 +14,7 @@ from tlt.base.types import resolve_dtype
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import DrafterShape
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf.weights import count_parameters
+from tlt.models.hf.weights import count_parameters, largest_tensor
 from tlt.models.lora import count_adapters
 from tlt.training.build.policy import base_dtype, master_dtype
 from tlt.training.ranks.sharding import choose_layout
@@ -70,6 +70,11 @@ class PlannedRun:
     @property
     def num_parameters(self) -> int:
         return count_parameters(self.model)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Numbers of it: an embedding's, or those of all experts of a layer."""
+        return largest_tensor(self.model)
 
     @property
     def trained_bytes(self) -> int:

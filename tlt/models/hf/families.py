@@ -94,6 +94,7 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         head_scale=1.0 if scaling is None else 1.0 / scaling,
         head_softcap=getattr(config, "final_logit_softcapping", None),
         num_experts=_num_experts(fields, config),
+        experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
     )
 
 

@@ -59,6 +59,11 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(shape.numel() for shape in expected_shapes(config).values())
 
 
+@lru_cache
+def largest_tensor(config: ModelConfig) -> int:
+    return max(shape.numel() for shape in expected_shapes(config).values())
+
+
 def load_tensors(
     path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
