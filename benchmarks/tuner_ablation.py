@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def run(subject: Subject, arm: Strategy, size: int, num: int, max_steps: int) ->
     def first_token(*arguments: Any) -> list[Verdict]:
         whole[:] = verify(*arguments)
         return [
-            replace(v, tokens=v.tokens[:1], num_accepted=0, path=v.path[:1], logprobs=v.logprobs[:1])
+            v._replace(tokens=v.tokens[:1], num_accepted=0, path=v.path[:1], logprobs=v.logprobs[:1])
             for v in whole
         ]
 

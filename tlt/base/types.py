@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tlt.base.kinds import (
@@ -122,7 +123,7 @@ class Request:
     logprobs: tuple[float, ...] = ()
     drafts: Drafts = ()
 
-    @property
+    @cached_property
     def noise_key(self) -> NoiseKey:
         """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id, sample
         index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's numbers
@@ -234,8 +235,7 @@ class DraftTree:
         return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The result of verifying one sequence's draft.
 
     tokens: the committed tokens: the accepted drafts, then the target's own next token.

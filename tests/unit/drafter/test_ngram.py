@@ -194,6 +194,31 @@ def test_a_prompt_is_indexed_once_however_many_samples_it_has() -> None:
     assert index._prompts.keys() == index._skips.keys() == index.texts.keys()
 
 
+def test_nothing_is_indexed_while_no_strategy_asks_for_retrieval() -> None:
+    engine = make_engine(make_policy(), Fixed(Strategy.OFF), drafter="ngram")
+    asked = [Request("p", i, (3, 4, 5, 6, 7), SamplingParams(max_tokens=20)) for i in range(4)]
+    with patch.object(suffix_index.AnchorTable, "read", side_effect=AssertionError("indexed")):
+        assert len(by_id(engine.generate(asked))) == 4
+
+
+def test_what_was_indexed_at_once_is_found_as_what_was_indexed_step_by_step() -> None:
+    rng = random.Random(4)
+    texts = [[rng.randrange(3) for _ in range(60)] for _ in range(6)]
+    found = []
+    for looks in (True, False):
+        index = SuffixIndex()
+        opened = [index.open_sample(tuple(texts[0][:12])) for _ in texts]
+        texts = [[*texts[0][:12], *text[12:]] for text in texts]
+        for end in range(13, 61, 3):
+            for text, tokens in zip(opened, texts, strict=True):
+                index.extend(text, tokens[:end])
+                if looks:
+                    index.sources(tokens[:end])
+        found.append([index.sources(text[:end]) for text in texts for end in range(4, 61)])
+    assert found[0] == found[1]
+    assert any(found[0])
+
+
 def test_the_second_call_of_an_engine_retrieves_from_its_prompts_as_the_first() -> None:
     """The API numbers the prompts of each call anew."""
     drafted = []

@@ -20,6 +20,7 @@ from collections.abc import Sequence as Slots
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -157,7 +158,8 @@ class RolloutEngine(RolloutBackend):
         admissions = self.scheduler.admit(self.memory.fits_longer)
         if admissions:
             self._prefill(admissions)
-        ended = self._release_finished(captures)  # continued ones may already hold their last token
+        # continued ones may already hold their last token
+        ended = self._release_finished(captures) if admissions else []
         if not self.running:
             return ended
         start = time.perf_counter()
@@ -322,10 +324,9 @@ class RolloutEngine(RolloutBackend):
 
     def _release_finished(self, captures: bool) -> list[Finished]:
         finished = []
-        for slot in reversed(range(len(self.running))):
+        has_ended = [sequence.finish_reason is not None for sequence in self.running]
+        for slot in reversed([*compress(count(), has_ended)]):
             sequence = self.running[slot]
-            if sequence.finish_reason is None:
-                continue
             rollout = sequence.to_rollout(self.model.version)
             captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
             self.drafter.finish(slot, rollout)

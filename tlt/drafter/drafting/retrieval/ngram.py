@@ -87,7 +87,9 @@ class NgramDrafter(Drafter[NgramProposal]):
             return
         running = {id(place[0]) for place in self.slots if place is not None}
         for problem_id, known in list(self.problems.items()):
-            if total > self.max_tokens and id(known) not in running:
+            if total <= self.max_tokens:
+                break
+            if id(known) not in running:
                 total -= self.problems.pop(problem_id).num_tokens
 
     def withdraw(self, slot: int) -> None:

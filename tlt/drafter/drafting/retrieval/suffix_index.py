@@ -69,6 +69,8 @@ class SuffixIndex:
         self._indexed: dict[tuple[int, ...], int] = {}
         """By prompt: the text that indexes it."""
         self._open: set[int] = set()
+        self._unread: list[tuple[int, int]] = []
+        """(text, length) as they grew since the last lookup: nothing is indexed while nobody looks."""
 
     def open_sample(self, prompt: tuple[int, ...]) -> int:
         """Opens a text after the prompt, which only one of the prompt's texts indexes."""
@@ -89,18 +91,24 @@ class SuffixIndex:
         return text
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """tokens: the whole text; the new part is indexed."""
+        """tokens: the whole text; the next lookup indexes its new part."""
         stored = self.texts[text]
         new = len(tokens) - len(stored)
         if new <= 0:
             return
         stored.extend(tokens[-new:])
         self.num_tokens += new
-        for table, earlier in zip(self._tables, self._earlier[text], strict=True):
+        self._unread.append((text, len(stored)))
+
+    def _read(self) -> None:
+        for level, table in enumerate(self._tables):
             table.hold(self.num_tokens)
-            first = max(table.length, self._skips[text], len(earlier))
-            earlier.extend([-1] * (len(stored) - len(earlier)))
-            table.read(text, stored, range(first, len(stored)), earlier)
+            for text, length in self._unread:
+                earlier = self._earlier[text][level]
+                first = max(table.length, self._skips[text], len(earlier))
+                earlier.extend([-1] * (length - len(earlier)))
+                table.read(text, self.texts[text], range(first, length), earlier)
+        self._unread.clear()
 
     def close(self, text: int) -> None:
         """Marks a text as complete. Beyond `_MAX_TEXTS` the oldest complete texts are forgotten."""
@@ -112,6 +120,8 @@ class SuffixIndex:
             prompt = self._prompts.pop(oldest, None)
             if prompt is not None and self._indexed[prompt] == oldest:
                 self._index_elsewhere(prompt)
+        if num_surplus > 0:
+            self._unread = [grown for grown in self._unread if grown[0] in self.texts]
 
     def _index_elsewhere(self, prompt: tuple[int, ...]) -> None:
         """Indexes the prompt in the latest text that begins with it, if any."""
@@ -121,7 +131,8 @@ class SuffixIndex:
             return
         self._indexed[prompt], self._skips[heir] = heir, 0
         for table, earlier in zip(self._tables, self._earlier[heir], strict=True):
-            table.read(heir, self.texts[heir], range(table.length, len(prompt)), earlier)
+            read = min(len(prompt), len(earlier))
+            table.read(heir, self.texts[heir], range(table.length, read), earlier)
 
     def ended_texts(self) -> list[tuple[int, list[int]]]:
         """Returns (tokens of the prompt, tokens), the oldest first."""
@@ -130,6 +141,8 @@ class SuffixIndex:
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """Returns (length of the match, text, position after it) where the end of `tokens` occurred last."""
+        if self._unread:
+            self._read()
         ending = array(_TOKEN, tokens[-MAX_MATCH:])
         digits = int.from_bytes(ending, "little")
         for level, table in enumerate(self._tables):
