@@ -12,15 +12,18 @@ Every response gets exactly --tokens tokens, or as many as the workload says: no
 round has its own prompts, or those of the workload, the same for all competitors. --alive says how many
 processes live at a time; more are measured group by group, with our engine off in every group. PYTHON:
 interpreters with vLLM (`make vllm-test` sets one up) and with llama-cpp-python; without one its competitors
-are left out. A cold tuner starts with every batch.
+are left out. A cold tuner starts with every batch. OUT is written after every cell; --resume goes on from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,9 +36,9 @@ from benchmarks.gguf_export import export_gguf
 from benchmarks.grown import grown_config, plan_growth
 from benchmarks.longtail import hash_model, read_workload
 from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, check_python
-from benchmarks.real_size.report import Runs, describe_cell, to_markdown
+from benchmarks.real_size.report import Runs, describe_cell, runs_of_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
-from benchmarks.report import header, write_report
+from benchmarks.report import environment, header, write_report
 from tlt.apps.run.start import pin
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
@@ -49,7 +52,7 @@ from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash
 from tlt.models.packed import EMBEDDING, HEAD
 from tlt.training.build.problems import load_problems, problems_of_step
-from tlt.training.report.ratio import in_turns
+from tlt.training.report.ratio import rounds_in_turns
 
 WARM_UP = 8
 """Tokens of the untimed batch before every cell; warm competitors generate the whole batch."""
@@ -87,6 +90,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument(
         "--rounds", type=int, default=3, help="batches of every competitor at each batch size"
     )
+    parser.add_argument(
+        "--cell-minutes",
+        type=float,
+        default=math.inf,
+        help="no further round of a cell after as many minutes",
+    )
+    parser.add_argument("--split", choices=("train", "test"), default="train", help="problems to take")
+    parser.add_argument("--resume", action="store_true", help="keep the cells of OUT.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--pinned",
@@ -211,29 +222,38 @@ def measure_cell(
         if one.way != "warm":
             untimed = replace(untimed, lengths=[min(WARM_UP, num) for num in untimed.lengths])
         processes[one.process].ask(untimed)
-    found = in_turns({one.name: partial(run, one, count(1)) for one in takers}, options.rounds)
+    end = time.monotonic() + 60 * options.cell_minutes
+    rounds = rounds_in_turns({one.name: partial(run, one, count(1)) for one in takers}, options.rounds)
+    found = next(rounds)
+    while time.monotonic() < end and (later := next(rounds, None)):
+        found = later
     return [Runs(name, took, found[BASE]) for name, took in found.items()]
 
 
 def measure(
-    options: argparse.Namespace, plan: Plan, competitors: Sequence[Competitor], items: Sequence[Item]
+    options: argparse.Namespace,
+    plan: Plan,
+    competitors: Sequence[Competitor],
+    items: Sequence[Item],
+    earlier: Mapping[str, Any] | None,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Yields versions and cells after every cell, so that an interrupted run keeps them."""
-    cells = [(temperature, batch) for temperature in options.temperatures for batch in options.batches]
-    runs: dict[tuple[float, int], list[Runs]] = {cell: [] for cell in cells}
-    versions: dict[str, Any] = {}
+    """Yields versions and cells after every cell. earlier: an interrupted run's report."""
+    cells = [(temperature, batch) for batch in options.batches for temperature in options.temperatures]
+    runs = {cell: [] if earlier is None else runs_of_cell(earlier, *cell) for cell in cells}
+    versions: dict[str, Any] = {} if earlier is None else dict(earlier["versions"])
     with ExitStack() as all_of_it:
         folder = Path(all_of_it.enter_context(tempfile.TemporaryDirectory(prefix="tlt-real-size-")))
         ours = all_of_it.enter_context(Process(competitors[0], plan, folder))
         for group in groups(competitors, options.alive):
+            lacking = [cell for cell in cells if _lacks(runs[cell], group, cell[1])]
             with ExitStack() as stack:
                 processes = {"tlt": ours}
-                for one in group:
+                for one in group if lacking else ():
                     if one.process not in processes:
                         print(f"starting {one.process}", flush=True)
                         processes[one.process] = stack.enter_context(Process(one, plan, folder))
                 versions |= {name: process.versions for name, process in processes.items()}
-                for cell in cells:
+                for cell in lacking:
                     print(f"temperature {cell[0]:g}, batch {cell[1]}", flush=True)
                     measured = measure_cell(group, processes, items, options, cell)
                     known = {one.name for one in runs[cell]}
@@ -241,10 +261,27 @@ def measure(
                     yield versions, [describe_cell(*cell, found) for cell, found in runs.items() if found]
 
 
+def _lacks(runs: Sequence[Runs], group: Sequence[Competitor], batch_size: int) -> bool:
+    """Returns whether a competitor of the group is still to be measured."""
+    return not {one.name for one in group if one.takes(batch_size)} <= {one.name for one in runs}
+
+
+def read_earlier(options: argparse.Namespace, command: str) -> Mapping[str, Any] | None:
+    """Returns the report that --resume goes on from. Raises UserError where another command wrote it."""
+    path = options.out.with_name(options.out.name + ".json")
+    if not options.resume or not path.exists():
+        return None
+    report: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if (report["command"], report["environment"]) != (command, environment()):
+        remedy = "give the same command at the same commit, or another --out"
+        raise UserError(f"--resume: {path} is of another command or commit, `{report['command']}`; {remedy}")
+    return report
+
+
 def items_of(options: argparse.Namespace, config: Config) -> list[Item]:
     """Returns the problems in random order, or those of the workload, which is then the one batch."""
     if options.workload is None:
-        problems = load_problems(config, "train")
+        problems = load_problems(config, options.split)
         shuffled = problems_of_step(problems, 0, len(problems), seed=1)
         return [(problem, options.tokens) for problem in shuffled]
     workload = read_workload(options.workload, hash_model(model_folder(config)))
@@ -254,6 +291,7 @@ def items_of(options: argparse.Namespace, config: Config) -> list[Item]:
 
 
 def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> None:
+    earlier = read_earlier(options, command)
     config = pin(config)
     growth = None if options.geometry is None else plan_growth(config, options.geometry)
     with ExitStack() as stack:
@@ -274,7 +312,8 @@ def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> 
             *CAVEATS,
             f"Threads bound to cores: those of {', '.join(options.pinned) or 'nobody'}.",
         ]
-        for versions, cells in measure(options, plan, competitors, items):
+        report = {} if earlier is None else dict(earlier)
+        for versions, cells in measure(options, plan, competitors, items, earlier):
             report = {**described, "versions": versions, "cells": cells}
             write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
@@ -287,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if path is not None:
             check_python(option, path, package)
     said = (
-        Path(word).name if Path(word).is_absolute() else word for word in words
+        Path(word).name if Path(word).is_absolute() else word for word in words if word != "--resume"
     )  # no folders of this machine
     run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *said]))
 

@@ -1,6 +1,7 @@
 """The competitors and their processes, each started once and asked for one batch after the other.
 
-    tlt-off, tlt-cold, tlt-warm, tlt-4x1x4        our engine: all in one process            with_law.py
+    tlt-off, tlt-cold, tlt-warm, tlt-retrieval,   our engine: all in one process            with_law.py
+    tlt-4x1x4
     law-off                                       vLLM with our law inside, no drafter      with_law.py
     law-asleep, law-cold, law-warm, law-4         the same with a drafter, in one process   with_law.py
     vllm-off, vllm-3, vllm-schedule, vllm-ngram   vLLM as it comes                          vllm_alone.py

@@ -55,7 +55,18 @@ def _figures(runs: Runs) -> dict[str, Any]:
         "cores": statistics.median(one.cpu_seconds / one.seconds for one in took),
         "accept_length": statistics.mean(lengths) if lengths else None,
         "rounds": [asdict(one) for one in took],
+        "base_rounds": [asdict(one) for one in runs.base],
     }
+
+
+def runs_of_cell(report: Mapping[str, Any], temperature: float, batch_size: int) -> list[Runs]:
+    """Returns the runs that a report has of a cell."""
+    return [
+        Runs(name, *([Took(**one) for one in figures[key]] for key in ("rounds", "base_rounds")))
+        for cell in report["cells"]
+        if (cell["temperature"], cell["batch_size"]) == (temperature, batch_size)
+        for name, figures in cell["competitors"].items()
+    ]
 
 
 def _decoded_per_second(took: Took) -> float:

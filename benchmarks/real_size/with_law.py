@@ -3,6 +3,7 @@
 off · 4x1x4, 8 (a chain), …    no strategy, or this one
 asleep                         off, in a vLLM that has a drafter
 cold                           adaptive, with a fresh engine (in vLLM: a fresh tuner)
+retrieval                      the same without the drafter; our engine alone
 warm                           adaptive, with the engine of the batches before
 """
 
@@ -41,7 +42,7 @@ MAX_DRAFT = 15
 
 def speculation(way: str) -> str:
     """Returns EngineSettings.speculation of a way, as text."""
-    if way in ("cold", "warm"):
+    if way in ("cold", "warm", "retrieval"):
         return "adaptive"
     return f"{way}x1x{way}" if way.isdigit() else way
 
@@ -81,7 +82,7 @@ class Ours:
     def measure(self, work: Work) -> Took:
         if self.batch_size != len(work.prompts):
             self.engines, self.batch_size = {}, len(work.prompts)
-        if work.way not in self.engines or work.way == "cold":
+        if work.way not in self.engines or work.way in ("cold", "retrieval"):
             self.engines[work.way] = self._build(work.way)
         return run(self.engines[work.way], work)
 
@@ -89,7 +90,10 @@ class Ours:
         settings = dataclasses.replace(
             self.settings, speculation=parse_speculation(speculation(way)), max_batch_size=self.batch_size
         )
-        policy, drafter = self.weights or self.model.tensors, None if way == "off" else self.drafter
+        policy, drafter = (
+            self.weights or self.model.tensors,
+            None if way in ("off", "retrieval") else self.drafter,
+        )
         engine = build_engine(self.model.config, policy, settings, drafter)
         self.weights = engine.model
         return engine
