@@ -9,6 +9,7 @@ Importing this file does not import torch. Axes used throughout the package:
 from __future__ import annotations
 
 import hashlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -105,12 +106,21 @@ def read_drafts(values: Sequence[Sequence[Any]] | None) -> Drafts:
     return None if values is None else tuple(DraftOutcome(*value) for value in values)
 
 
+def write_routes(routes: bytes | None) -> str | None:
+    return None if routes is None else b64encode(routes).decode()
+
+
+def read_routes(text: str | None) -> bytes | None:
+    return None if text is None else b64decode(text)
+
+
 @dataclass(frozen=True)
 class Request:
     """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
     token_ids, logprobs, drafts: the response so far, if another engine with the same policy began it. It
         goes on as it would have there: its tokens depend on the other fields alone.
+    routes: with which they were drawn, as in `Rollout`, the prompt's first on; None: not recorded.
     """
 
     problem_id: str
@@ -122,6 +132,7 @@ class Request:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     drafts: Drafts = ()
+    routes: bytes | None = None
 
     @cached_property
     def noise_key(self) -> NoiseKey:

@@ -78,6 +78,14 @@ class Sequence:
         """Whether routes of a sample are still to be recorded: this engine drew all tokens so far."""
         return not self.request.token_ids and self.num_tokens <= ROUTED_TOKENS
 
+    def note_read(self, routes_TR: Tensor) -> None:
+        """Of a prefill. Tokens that another engine drew keep its routes, like its log-probabilities."""
+        if (drawn := self.request.routes) is None:
+            self.routes.append(routes_TR)
+        elif not self.routes:
+            rows_TR = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).view(-1, routes_TR.shape[1])
+            self.routes.append(rows_TR.to(routes_TR.device))
+
     def note_routes(self, routes_NR: Tensor, of_all: bool) -> None:
         """Before `commit`. Of a sample the prompt's last token is left out."""
         if not of_all:
@@ -149,7 +157,10 @@ class Sequence:
 
     def to_request(self) -> Request:
         logprobs, drafts = tuple(self.logprobs), self.recorded_drafts
-        return replace(self.request, token_ids=self.response_ids, logprobs=logprobs, drafts=drafts)
+        routes = None if self.routed_from else self._recorded_routes()
+        return replace(
+            self.request, token_ids=self.response_ids, logprobs=logprobs, drafts=drafts, routes=routes
+        )
 
     def to_rollout(self, policy_version: int) -> Rollout:
         assert self.finish_reason is not None

@@ -95,6 +95,7 @@ def test_a_response_that_is_read_again_has_all_routes_and_a_sample_has_the_first
         engine.add(make_requests())
         ended = [finished.rollout for _ in range(5) for finished in engine.step()]
         moved = engine.withdraw([0, 1])
+        assert all((request.routes is None) == (routes == "first") for request in moved)
         engine.add(moved)
         while not engine.is_idle:
             ended += [finished.rollout for finished in engine.step()]
@@ -107,6 +108,28 @@ def test_a_response_that_is_read_again_has_all_routes_and_a_sample_has_the_first
                     continue
                 wanted = wanted[len(rollout.prompt_ids) :][:7]
             assert torch.equal(routes_of(rollout, (4, 2)), wanted)
+
+
+def test_tokens_keep_the_routes_that_they_were_drawn_with_where_another_engine_goes_on() -> None:
+    engine = make_engine("Qwen3-30B-A3B", "all")
+    engine.add(make_requests())
+    for _ in range(5):
+        engine.step()
+    moved = engine.withdraw([0, 1])
+    others = [
+        replace(request, routes=bytes(7 - route for route in request.routes or b"")) for request in moved
+    ]
+    drawn = {id_of(request): request.routes for request in others}
+    engine.add(others)
+    while not engine.is_idle:
+        for rollout in (finished.rollout for finished in engine.step()):
+            routes = drawn.get(id_of(rollout))
+            if routes is not None and rollout.routes is not None:
+                rows = len(rollout.prompt_ids) + len(rollout.token_ids) - 1
+                assert rollout.routes.startswith(routes)
+                assert len(rollout.routes) == 4 * 2 * rows
+                del drawn[id_of(rollout)]
+    assert not drawn
 
 
 # ── the update ──────────────────────────────────────────────────────────────────────────────────────────────

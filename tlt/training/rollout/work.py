@@ -8,7 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from tlt.base.types import Finished, Problem, Request, ResponseId, Reward, Rollout, id_of, read_drafts
+from tlt.base.types import (
+    Finished,
+    Problem,
+    Request,
+    ResponseId,
+    Reward,
+    Rollout,
+    id_of,
+    read_drafts,
+    read_routes,
+    write_routes,
+)
 from tlt.engine.backend import RolloutBackend
 from tlt.training.rollout.protocol import DrafterTraining, Recalled, Sinks
 from tlt.training.rollout.work_queue import WorkQueue
@@ -69,14 +80,19 @@ class ReplicaWork:
 
     def _pack(self, request: Request) -> bytes:
         """Every replica knows the phase's requests. JSON keeps floats exactly."""
-        so_far = request.token_ids, request.logprobs, request.drafts
+        so_far = request.token_ids, request.logprobs, request.drafts, write_routes(request.routes)
         return json.dumps([*id_of(request), *so_far]).encode()
 
     def _unpack(self, part: bytes) -> Request:
-        problem_id, sample_index, token_ids, logprobs, drafts = json.loads(part)
+        problem_id, sample_index, token_ids, logprobs, drafts, routes = json.loads(part)
         request = self._request_of[problem_id, sample_index]
-        tokens, numbers = tuple(token_ids), tuple(logprobs)
-        return replace(request, token_ids=tokens, logprobs=numbers, drafts=read_drafts(drafts))
+        return replace(
+            request,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            drafts=read_drafts(drafts),
+            routes=read_routes(routes),
+        )
 
 
 class FinishedResponses:

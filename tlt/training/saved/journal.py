@@ -28,7 +28,17 @@ import numpy as np
 
 from tlt.base.io.files import remove_own
 from tlt.base.spans import SpanName
-from tlt.base.types import LAW_VERSION, Request, ResponseId, Reward, Rollout, id_of, read_drafts
+from tlt.base.types import (
+    LAW_VERSION,
+    Request,
+    ResponseId,
+    Reward,
+    Rollout,
+    id_of,
+    read_drafts,
+    read_routes,
+    write_routes,
+)
 from tlt.engine.backend import Unfinished
 from tlt.training.ranks.world import World, broadcast_bytes, broadcast_json
 from tlt.training.report.timeline import Timeline
@@ -95,7 +105,9 @@ class FileJournal(Journal):
                 stretch = so_far.token_ids[first:], so_far.logprobs[first:]
                 prompt, drafts = fingerprint(so_far.prompt_ids), so_far.drafts
                 drafts = None if drafts is None else tuple(one for one in drafts if one.place >= first)
-                self._append("part", response_id, *stretch, first=first, prompt=prompt, drafts=drafts)
+                routes = _routes_from(first, so_far)
+                about: dict[str, Any] = {"prompt": prompt, "drafts": drafts, "routes": routes}
+                self._append("part", response_id, *stretch, first=first, **about)
                 self._written[response_id] = response.num_tokens
 
     def note_finished(self, rollout: Rollout) -> None:
@@ -104,7 +116,7 @@ class FileJournal(Journal):
             "reason": rollout.finish_reason,
             "version": rollout.policy_version,
             "drafts": rollout.drafts,
-            "routes": None if rollout.routes is None else b64encode(rollout.routes).decode(),
+            "routes": write_routes(rollout.routes),
         }
         self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
@@ -160,6 +172,15 @@ def _write(file: int, record: JournalRecord) -> None:
     left = memoryview(record.encode())
     while left:
         left = left[os.write(file, left) :]
+
+
+def _routes_from(first: int, so_far: Request) -> list[str] | None:
+    """Of the tokens read since the response had `first` ones; the last token is not yet read."""
+    if (routes := so_far.routes) is None:
+        return None
+    num_prompt = len(so_far.prompt_ids)
+    width = len(routes) // (num_prompt + len(so_far.token_ids) - 1)
+    return [b64encode(routes[width * (num_prompt + first - 1) if first else 0 :]).decode()]
 
 
 def fingerprint(prompt_ids: tuple[int, ...]) -> int:
@@ -248,8 +269,9 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
         elif before.num_tokens == record.about["first"]:
             tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
-            drafts = _joined(before.about["drafts"], record.about["drafts"])
-            known[place] = JournalRecord({**before.about, "drafts": drafts}, tokens, numbers)
+            names = "drafts", "routes"
+            joined = {name: _joined(before.about.get(name), record.about.get(name)) for name in names}
+            known[place] = JournalRecord({**before.about, **joined}, tokens, numbers)
     best: dict[ResponseId, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
@@ -281,7 +303,11 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
             elif record.about["kind"] == "part":
                 tokens, numbers = record.token_ids, record.logprobs
                 drafts = read_drafts(record.about["drafts"])
-                unit.append(replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts))
+                parts = record.about.get("routes")
+                routes = None if parts is None else b"".join(map(b64decode, parts))
+                unit.append(
+                    replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts, routes=routes)
+                )
             else:
                 rollouts.append(
                     Rollout(
@@ -293,7 +319,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                         record.about["reason"],
                         record.about["version"],
                         read_drafts(record.about["drafts"]),
-                        routes=None if (routes := record.about.get("routes")) is None else b64decode(routes),
+                        routes=read_routes(record.about.get("routes")),
                     )
                 )
                 if "reward" in record.about:

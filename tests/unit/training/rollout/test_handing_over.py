@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,8 +122,12 @@ def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     engine.add(works[0].take(1))
     engine.step()
     idle.offer_help()
+    engine.waiting = deque(
+        replace(request, routes=bytes([request.sample_index])) for request in engine.waiting
+    )
     works[0].share(engine, busy.num_offers())
     taken = works[1].take(1)
     assert [request.sample_index for request in taken] == [7, 6, 5, 4]
+    assert [request.routes for request in taken] == [b"\7", b"\6", b"\5", b"\4"]
     assert engine.num_waiting == 1
     assert len(engine.running) == 3

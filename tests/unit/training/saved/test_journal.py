@@ -119,7 +119,8 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     request = requests[0][0]
     note_running(journal, Running(request, 999))
     assert not [*tmp_path.iterdir()], "999 tokens are not worth a record"
-    whole = Running(request, 3500).to_request()
+    routes = random.Random(0).randbytes(2 * (3 + 3500 - 1))  # two experts of a token, the last one not read
+    whole = replace(Running(request, 3500).to_request(), routes=routes)
     for num_tokens in (
         1100,
         1500,
@@ -132,6 +133,7 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
             token_ids=whole.token_ids[:num_tokens],
             logprobs=whole.logprobs[:num_tokens],
             drafts=drafts_until(num_tokens),
+            routes=routes[: 2 * (3 + num_tokens - 1)],
         )
         note_running(journal, so_far)
     ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
