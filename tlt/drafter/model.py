@@ -87,7 +87,8 @@ class DraftModel(nn.Module, ABC):
         return None
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:
-        return F.linear(self.norm(hidden_ME) if self.config.has_norm else hidden_ME, head_VE)
+        hidden_ME = self.norm(hidden_ME) if self.config.has_norm else hidden_ME
+        return self.config.layer.finish_logits(F.linear(hidden_ME, head_VE))
 
     def rows(self, head_VE: Tensor, token_ids: Tensor | None) -> Tensor:
         if self.config.owns_head:
@@ -187,7 +188,8 @@ class PackedDrafter(ABC):
         if not self.config.owns_head and self._head_version != target.version:
             self.head.load(target.head_VE[self.token_ids])
             self._head_version = target.version
-        return self.head(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+        products_MV = self.head(hidden.reshape(-1, hidden.shape[-1]))
+        return self.config.layer.finish_logits(products_MV).view(*hidden.shape[:-1], -1)
 
 
 def find_mismatch(model: DraftModel, tensors: Mapping[str, Tensor]) -> str | None:

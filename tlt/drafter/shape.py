@@ -29,7 +29,7 @@ _MOST_RANK, _LEAST_RANK, _RANK_SHARE = 256, 16, 8
 class DrafterShape:
     """Determines the names and sizes of a drafter's tensors.
 
-    layer: geometry of its decoder layers; the vocabulary is the target's.
+    layer: geometry of its decoder layers; the vocabulary is the target's, as is how logits are finished.
     capture: the target's layers whose inputs it reads. The target's number of layers stands for the features,
         the output of the final norm.
     draft_vocab_size: if smaller than the target's vocabulary, the tensor d2t lists the tokens.
@@ -168,7 +168,7 @@ def drafter_shape(
     """Layers take the form that other engines serve: Llama's for EAGLE's family, Qwen3's for blocks."""
     vocab_size = draft_vocab_size or target.vocab_size
     kept = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelConfig)}
-    geometry = ModelConfig(**kept | {"num_experts": 0, "experts_per_token": 0})
+    geometry = ModelConfig(**kept | {"num_experts": 0, "experts_per_token": 0, "is_text_part": False})
     if method == "eagle" or method == "eagle3":
         layer = dataclasses.replace(geometry, architecture="llama", num_layers=1, tie_embeddings=True)
         capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)

@@ -144,11 +144,7 @@ class AnyTransformer(Policy):
         return features_NE, torch.cat([captured[i] for i in capture or (len(self.layers),)], dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
-        logits = F.linear(features, self.head_weight)
-        if self.config.head_scale != 1.0:
-            logits = logits * self.config.head_scale
-        cap = self.config.head_softcap
-        return logits if cap is None else (logits / cap).tanh() * cap
+        return self.config.finish_logits(F.linear(features, self.head_weight))
 
 
 def _checkpointed(forward: Any) -> Any:
@@ -216,10 +212,6 @@ class AnyTarget(Target):
             token_ids_N, positions_N, attend, capture, routing
         )
         return features_NE, torch.cat([captured_NF, routing.found_NRK.flatten(1).to(captured_NF)], dim=1)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.model.embedding(token_ids)
-        return embedded
 
     def logits(self, features: Tensor) -> Tensor:
         return self.model.logits(features)

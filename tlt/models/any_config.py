@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 class AnyConfig(ModelConfig):
     """raw: config.json whole, as JSON; the other fields are what engine and plan read.
     layer_windows: see `windows`.
-    head_scale, head_softcap: logits = softcap · tanh(scale · x Wᵀ / softcap).
     """
 
     raw: str = "{}"
     layer_windows: tuple[int | None, ...] = ()
-    head_scale: float = 1.0
-    head_softcap: float | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -30,7 +30,9 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`max_positions` is the window: the most tokens of a prompt and its response."""
+    """`max_positions` is the window: the most tokens of a prompt and its response.
+    head_scale, head_softcap: see `finish_logits`.
+    """
 
     architecture: Architecture
     vocab_size: int
@@ -50,6 +52,8 @@ class ModelConfig:
     experts_per_token: int = 0
     is_text_part: bool = False
     """Whether the checkpoint also reads images (hf/text_part.py)."""
+    head_scale: float = 1.0
+    head_softcap: float | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -68,6 +72,12 @@ class ModelConfig:
     def num_qkv(self) -> int:
         """S, the heads of a fused projection: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        """softcap · tanh(scale · x Wᵀ / softcap). products: x Wᵀ, of all rows of the head or of some."""
+        logits = products if self.head_scale == 1.0 else products * self.head_scale
+        cap = self.head_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
 
 # ── the computation, once ───────────────────────────────────────────────────────────────────────────────────

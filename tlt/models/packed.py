@@ -250,9 +250,6 @@ class PackedTransformer(Target):
             return features_NE, captured[capture[0]] if capture else features_NE
         return features_NE, torch.cat([captured[index] for index in capture], dim=-1)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.embedding_VE)
-
     def logits(self, features: Tensor) -> Tensor:
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
 

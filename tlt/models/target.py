@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.models.attention_form import PLAIN, AttentionForm
@@ -52,7 +53,9 @@ class Target:
         raise NotImplementedError
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What drafters read: rows of the embedding, without the factor by which the target's own first layer
+        reads them (Gemma's √E, Granite's multiplier), as in vLLM."""
+        return F.embedding(token_ids, self.embedding_VE)
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError

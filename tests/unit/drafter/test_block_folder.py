@@ -206,7 +206,6 @@ def test_a_block_is_not_causal_for_vllm_s_reading_of_speculators(tmp_path: Path)
     [
         ({"is_causal": True}, "is_causal is True"),
         ({"is_neox_style": False}, "is_neox_style is False"),
-        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types is ['full_attention', 'sliding_attention']",

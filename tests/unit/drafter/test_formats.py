@@ -183,6 +183,33 @@ def test_an_export_is_read_back_as_the_drafter_it_was(tmp_path: Path, name: str,
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in drafter.tensors.items())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scaled_head_is_told_where_vllm_reads_it_and_read_back_with_its_cap(
+    tmp_path: Path, name: str
+) -> None:
+    target = replace(DEEP, head_scale=0.0625, head_softcap=30.0)
+    drafter = export(tmp_path / "out", name, target)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.get("transformer_layer_config", written)["logit_scale"] == 0.0625
+    found = load_drafter(tmp_path / "out", target, target_tensors(target)).config
+    assert found == drafter.config
+    assert (found.layer.head_scale, found.layer.head_softcap) == (0.0625, 30.0)
+    export(tmp_path / "plain", name)
+    assert "logit_scale" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_a_head_of_its_own_is_scaled_as_its_folder_says_and_not_as_the_targets(tmp_path: Path) -> None:
+    target, other = replace(DEEP, head_scale=0.25, head_softcap=30.0), {"model.embed_tokens.weight": ONES_VE}
+    for given in (None, 0.5):
+        path = edited(tmp_path / str(given), "eagle3", described(logit_scale=given))
+        save_file(
+            {**load_file(path / "model.safetensors"), "lm_head.weight": EMBEDDING_VE},
+            path / "model.safetensors",
+        )
+        layer = load_drafter(path, target, other).config.layer
+        assert (layer.head_scale, layer.head_softcap) == (given or 1.0, None)
+
+
 def test_a_head_that_is_not_the_targets_stays_the_drafters_own(tmp_path: Path) -> None:
     export(tmp_path / "out", "vllm-eagle3")
     other = {"model.embed_tokens.weight": torch.ones(DEEP.vocab_size, DEEP.hidden_size)}

@@ -38,7 +38,6 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "shift_label": (False,),
     "attention_value_scale": (1,),
     "input_embedding_scale": (1,),
-    "logit_scale": (1,),
     "projector_type": ("dflash", "dspark"),
     "markov_head_type": ("vanilla",),
 }

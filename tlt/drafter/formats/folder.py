@@ -176,8 +176,12 @@ def read_config(
         if value != ours:
             remedy = "train a drafter for this model"
             raise UserError(f"{fields.source}: {key} is {shorten(value)}, the target's is {ours}; {remedy}")
+    owns_head = "lm_head.weight" in tensors
+    finish = target.head_scale, target.head_softcap
+    scale, cap = (fields.number("logit_scale", 1.0), None) if owns_head else finish
+    layer = dataclasses.replace(layer, head_scale=scale, head_softcap=cap)
     if block is not None:
-        return dataclasses.replace(block, owns_head="lm_head.weight" in tensors)
+        return dataclasses.replace(block, layer=layer, owns_head=owns_head)
     num_drafted = fields.integer("draft_vocab_size", target.vocab_size, most=target.vocab_size)
     shape = drafter_shape(target, method, num_drafted)
     assert isinstance(shape, EagleShape), method
@@ -188,7 +192,7 @@ def read_config(
         shape,
         layer=layer,
         capture=fields.layers("eagle_aux_hidden_state_layer_ids", least, most) or shape.capture,
-        owns_head="lm_head.weight" in tensors,
+        owns_head=owns_head,
         has_bias="fc.bias" in tensors,
         norm_before_residual=described["norm_before_residual"],
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt.drafter.model import Embed
 from tlt.drafter.shape import DrafterShape, Method
+from tlt.models.decoder import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class DrafterBatch:
 
     weight_M: on the CPU.
     head_VE, target_VE: the draft vocabulary's rows of the drafter's head and of the target's.
+    target: its logits are those of target_VE, finished.
     token_ids: the draft vocabulary; None: all tokens, or the drafter's own.
     """
 
@@ -30,6 +32,7 @@ class DrafterBatch:
     embed: Embed
     head_VE: Tensor
     target_VE: Tensor
+    target: ModelConfig
     token_ids: Tensor | None
     seed: int
 
@@ -40,7 +43,7 @@ class DrafterBatch:
     @torch.no_grad()
     def target_probs(self, feature_ME: Tensor) -> Tensor:
         """[M, draft vocabulary]"""
-        return F.linear(feature_ME, self.target_VE).softmax(dim=-1)
+        return self.target.finish_logits(F.linear(feature_ME, self.target_VE)).softmax(dim=-1)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class DrafterTrainer:
             embed=lambda token_ids: self.target.embed(token_ids).to(dtype),
             head_VE=model.lm_head.weight if model.config.owns_head else target_VE,
             target_VE=target_VE,
+            target=self.target.config,
             token_ids=self.token_ids,
             seed=self.num_tokens,
         )

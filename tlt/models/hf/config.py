@@ -110,6 +110,8 @@ def config_to_hf(
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if config.head_scale != 1.0:  # of a drafter alone: vLLM reads it in drafters
+        described["logit_scale"] = config.head_scale
     added = dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     assert not (both := described.keys() & added.keys()), f"extra would override {sorted(both)}"
     return described | added
