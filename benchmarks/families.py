@@ -18,7 +18,7 @@ import torch
 from benchmarks.command import command_of, make_parser, words
 from benchmarks.report import environment, markdown, table, write_report
 from tests.unit.models import compared
-from tests.unit.models.families import PUBLISHED
+from tests.unit.models.families import EVERY
 from tests.unit.models.test_any import own_config
 from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
@@ -29,7 +29,7 @@ from tlt.models.hf.weights import count_parameters
 
 def published(name: str) -> AnyConfig:
     """The configuration in its own size. Lists by layer are kept in short, as their pattern."""
-    raw = dict(PUBLISHED[name])
+    raw = dict(EVERY[name])
     num_layers = raw["num_hidden_layers"]
     for key in ("layer_types", "no_rope_layers"):
         if isinstance(raw.get(key), list):
@@ -51,13 +51,13 @@ def kinds_of_attention(config: AnyConfig, raw: Mapping[str, Any]) -> str:
 
 
 def measure(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "model_type": PUBLISHED[name]["model_type"]}
+    found: dict[str, Any] = {"name": name, "model_type": EVERY[name]["model_type"]}
     try:
         config = published(name)
     except (OtherComputation, UserError) as refusal:
         return {**found, "refused": str(refusal)}
     began = time.perf_counter()
-    found["attention"] = kinds_of_attention(config, PUBLISHED[name])
+    found["attention"] = kinds_of_attention(config, EVERY[name])
     found["parameters"] = count_parameters(config)
     found["own"] = own_config(name) is not None
     for dtype in (torch.float64, torch.float32):
@@ -109,7 +109,7 @@ def main() -> None:
     parser = make_parser("families", __doc__)
     parser.add_argument("--only", type=words, default=(), help="names of configurations")
     options = parser.parse_args()
-    names = [name for name in PUBLISHED if not options.only or name in options.only]
+    names = [name for name in EVERY if not options.only or name in options.only]
     measurements: list[dict[str, Any]] = []
     report = {"command": command_of(parser), "environment": environment(), "measurements": measurements}
     for name in names:

@@ -38,8 +38,8 @@ def apart(a: Path, b: Path) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def assert_close(ours: Path, theirs: Path) -> None:
-    """The same tokens and rewards, losses to 1e-12, weights but for rounding."""
+def assert_close(ours: Path, theirs: Path, tolerance: float = 1e-12) -> None:
+    """The same tokens and rewards, losses and weights but for rounding."""
     for mine, expected in zip(what_the_law_fixes(ours), what_the_law_fixes(theirs), strict=True):
         rounded = {name for name in mine if name.startswith("update/")}
         assert len(rounded) == 3
@@ -47,9 +47,9 @@ def assert_close(ours: Path, theirs: Path) -> None:
             name: expected[name] for name in expected.keys() - rounded
         }
         for name in rounded:
-            assert mine[name] == pytest.approx(expected[name], rel=1e-12, abs=1e-12), name
+            assert mine[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
     assert solved(ours) == solved(theirs)
-    assert apart(ours, theirs) < 1e-12
+    assert apart(ours, theirs) < tolerance
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,16 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published.json").read_text())
+FURTHER = Path(__file__).parents[1] / "published_configs"
+EVERY = PUBLISHED | {path.stem: json.loads(path.read_text()) for path in sorted(FURTHER.glob("*.json"))}
+"""More of the same families."""
 
 VOCAB, LAYERS, WINDOW = 320, 4, 16
 
 
 def shrunk(name: str) -> dict[str, Any]:
     """Every ratio that decides a code path is kept: grouped heads, head size, kinds of layers, experts."""
-    raw = json.loads(json.dumps(PUBLISHED[name]))
+    raw = json.loads(json.dumps(EVERY[name]))
     heads = raw["num_attention_heads"]
     group = heads // (raw.get("num_key_value_heads") or heads)
     usual_head = raw["hidden_size"] // heads

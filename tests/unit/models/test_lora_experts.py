@@ -169,7 +169,7 @@ def test_the_plan_counts_the_sums_of_experts() -> None:
         run = PlannedRun(make_config("float32"), shape, None, 1, False, None, 16).changed(changes)
         parts = {term.name: term.num_bytes for term in plan_memory(run).terms}
         sums = (layers + 1) * 4 * 8 * (64 * 64 + 32 * 64)  # and a layer's gradient
-        assert sums <= parts["adapted experts"] < 1.2 * sums  # autograd keeps the adapters' parts beside it
+        assert sums <= parts["adapted weights"] < 1.2 * sums  # autograd keeps the adapters' parts beside it
     run = PlannedRun(make_config("float32", targets=ATTENTION), shape, None, 1, False, None, 16)
     parts = {term.name: term.num_bytes for term in plan_memory(run).terms}
-    assert parts["adapted experts"] < 0.2 * 5 * 4 * 8 * (64 * 64 + 32 * 64)  # attention's sums alone
+    assert parts["adapted weights"] < 0.2 * 5 * 4 * 8 * (64 * 64 + 32 * 64)  # attention's sums alone

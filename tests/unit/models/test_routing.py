@@ -233,8 +233,8 @@ def test_the_update_takes_the_experts_that_the_engine_took(name: str) -> None:
     model.zero_grad()
 
 
-def make_trainer(policy: AnyTransformer) -> PolicyTrainer:
-    section = AlgorithmSection(tokens_per_micro_batch=100)
+def make_trainer(policy: AnyTransformer, minibatches: int = 1) -> PolicyTrainer:
+    section = AlgorithmSection(tokens_per_micro_batch=100, minibatches=minibatches)
     return PolicyTrainer(policy, section, OPTIMIZER, SamplingSection(temperature=1.0, max_tokens=64), 10)
 
 
@@ -245,6 +245,8 @@ def test_metrics_tell_the_loads_of_experts_and_that_engine_and_update_take_the_s
     name = "Qwen3-30B-A3B"
     rollouts = list(make_engine(name, routes).generate(make_requests()))
     rewards = [Reward(float(i % 2), True) for i in range(len(rollouts))]
+    in_two = make_trainer(make_policy(name), minibatches=2).update(rollouts, rewards, 0)
+    assert in_two.router_gap == 0, "of the policy that sampled, not of the one that moved since"
     metrics = make_trainer(make_policy(name)).update(rollouts, rewards, 0)
     assert metrics.router_gap == 0
     loads_RX = torch.zeros(4, 8, dtype=torch.float64)

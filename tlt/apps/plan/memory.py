@@ -48,7 +48,7 @@ ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
 CACHES, COPY = "caches", "copy of the policy"
 
 PROCESS_BYTES = {"cpu": CPU_PROCESS_BYTES, "cuda": 1200 * 2**20}
-"""PyTorch and transformers; "cuda": its context, a rule of thumb."""
+"""PyTorch, transformers, compiled loops; "cuda": its context, a rule of thumb."""
 
 RESERVED = 1 / 12
 """Of what a GPU allocates, PyTorch reserves more by 1.07, 1.07 and 1.13 (benchmarks/results/gpu/gpu.md)."""
@@ -248,7 +248,7 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     if lora.is_used and c.num_experts:  # with a gradient of one layer's
         sums = kept.fixed * size * (2 if is_checkpointed else c.num_layers + 1) // c.num_layers
         how = "frozen and adapter, summed, of each layer that is kept"
-        yield Term("adapted experts", ("update",), sums, how)
+        yield Term("adapted weights", ("update",), sums, how)
     largest = max(c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size), r.largest_tensor)
     head = 0 if lora.is_used else largest * size
     rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))

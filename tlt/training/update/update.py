@@ -153,13 +153,14 @@ class PolicyTrainer:
         minibatches = [responses[i :: section.minibatches] for i in range(section.minibatches)]
         shares = [self._plan(minibatch) for minibatch in minibatches]
         is_on_policy = section.epochs * section.minibatches == 1  # then the old logprobs are this pass's own
-        old = {} if is_on_policy else self._frozen(self.model, shares)
+        measured = self._routes()  # of the policy that sampled
+        old = {} if is_on_policy else self._frozen(self.model, shares, measured)
         if self.reference is not None and self.has_kl_loss:
-            reference = self._frozen(self.reference, shares)
+            reference = self._frozen(self.reference, shares, None)
 
         sums = Totals()
         grad_norms = []
-        routes = self._routes()
+        routes = measured if is_on_policy else self._routes()
         for _ in range(section.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
                 lengths = [r.num_in_loss for r in minibatch]
@@ -194,7 +195,7 @@ class PolicyTrainer:
             zero_variance_groups=num_unscored_groups + num_zero_advantage,
             num_skipped=section.epochs * section.minibatches - len(grad_norms),
             seconds=time.perf_counter() - start,
-            **({} if routes is None else routes.metrics(self.group)),
+            **({} if measured is None else measured.metrics(self.group)),
         )
 
     def _routes(self) -> Routes | None:
@@ -252,11 +253,10 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _frozen(
-        self, model: Policy | BaseOf, shares: Sequence[Sequence[MicroBatch]]
+        self, model: Policy | BaseOf, shares: Sequence[Sequence[MicroBatch]], routes: Routes | None
     ) -> dict[MicroBatch, Frozen]:
         """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
         (ratio 1)."""
-        routes = self._routes() if model is self.model else None
         return {
             batch: response_logprobs(model, batch.responses, self.temperature, routes)
             for share in shares
