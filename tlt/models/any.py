@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import __version__ as version
 
+from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import Policy, Reader
@@ -220,6 +222,10 @@ class AnyTarget(Target):
 # ── attention, as transformers calls it ─────────────────────────────────────────────────────────────────────
 
 
+_IGNORED = frozenset(("position_ids", "use_cache", "routing"))
+"""What attention's arguments hold beside its form: rotated queries and keys know their positions."""
+
+
 def _attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -228,14 +234,25 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     attend: Attention,
-    **form: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, N, H, D]. form: scaling, sliding_window, softcap, s_aux (sinks), and what no form needs."""
+    """Returns [1, N, H, D]. s_aux: sinks. UserError for an argument of unknown meaning."""
     assert attention_mask is None, "a mask is made only for implementations that transformers knows"
+    assert dropout == 0.0, "for_transformers sets it"
+    if unknown := sorted(name for name in others.keys() - _IGNORED if others[name] is not None):
+        raise UserError(
+            f"transformers {version}: {type(module).__name__} asks attention for {', '.join(unknown)}, "
+            "which is not computed here; use an older transformers"
+        )
     _, num_heads, num_tokens, head_dim = query_1HND.shape
-    known = _form(form.get("scaling"), form.get("sliding_window"), form.get("softcap"), head_dim)
-    if (sinks_H := form.get("s_aux")) is not None:
-        known = replace(known, sinks_H=sinks_H)
+    known = _form(scaling, sliding_window, softcap, head_dim)
+    if s_aux is not None:
+        known = replace(known, sinks_H=s_aux)
     qkv_NSD = torch.cat([query_1HND[0], key_1KND[0], value_1KND[0]]).transpose(0, 1)
     out_NC = attend(module.layer_idx, qkv_NSD, known)  # type: ignore[arg-type]
     return out_NC.view(1, num_tokens, num_heads, head_dim), None

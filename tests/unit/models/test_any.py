@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AttentionInterface
 
 from tests.refused import refused
 from tests.unit.models.compared import (
@@ -17,7 +18,7 @@ from tests.unit.models.compared import (
     gradient_error,
 )
 from tests.unit.models.families import PUBLISHED, VOCAB, logprobs, reference, shrunk
-from tlt.models.attention import SharedPrompts
+from tlt.models.attention import PackedCausal, SharedPrompts
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.config import OtherComputation, config_to_hf, parse_config
 from tlt.models.hf.families import CHECKED, load_model_config, parse_any
@@ -84,6 +85,23 @@ def test_what_cannot_be_batched_or_was_not_compared_is_refused_in_a_line(name: s
 def test_a_flag_that_attention_would_have_to_know_is_refused(name: str, changed: dict[str, Any]) -> None:
     with refused(f"config.json: {next(iter(changed))} is "):
         parse_any(shrunk(name) | changed, "config.json")
+
+
+def test_an_argument_of_attention_that_nobody_here_knows_is_refused_and_an_absent_one_is_not() -> None:
+    module = reference("Qwen3-0.6B").get_submodule("model.layers.0.self_attn")
+    query, key, value = torch.randn(3, 1, 2, 6, 16, dtype=torch.float64).unbind()
+
+    def attended(**given: Any) -> torch.Tensor:
+        out, _ = AttentionInterface()["tlt"](
+            module, query.repeat(1, 2, 1, 1), key, value, None, attend=attend, **given
+        )
+        return out
+
+    attend = PackedCausal(config_of("Qwen3-0.6B"), [6])
+    known = attended(scaling=0.25, position_ids=torch.arange(6), use_cache=False, score_bias=None)
+    assert torch.equal(known, attended())
+    with refused("Qwen3Attention asks attention for block_mask, score_bias, which is not computed here"):
+        attended(score_bias=torch.ones(6), block_mask=False)
 
 
 @pytest.mark.parametrize("name", COMPUTED)
