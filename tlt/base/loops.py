@@ -89,26 +89,70 @@ def _take(typing_context, record):  # type: ignore
     return types.int64(types.voidptr), generate
 
 
+def _add(typing_context, address, number):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _read(typing_context, address):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
 take: Any = intrinsic(_take)
 """Atomically takes the next item of the record at an address."""
 
-_as_pointer: Any = intrinsic(_pointer)
+add_to: Any = intrinsic(_add)
+"""Atomically adds to the int64 at an address; returns what it was."""
+
+_read_atomically: Any = intrinsic(_read)
+
+_SPINS = 1000
+"""Before a waiting thread gives its core away: some microseconds."""
+
+if os.name == "posix":
+    _sched_yield: Any = types.ExternalFunction("sched_yield", types.intc())
+else:
+
+    @njit
+    def _sched_yield():  # type: ignore
+        return 0
+
+
+@njit(nogil=True, cache=True)
+def wait_for(address, number):  # type: ignore
+    """Until the int64 at an address is at least `number`."""
+    spins = 0
+    while _read_atomically(address) < number:
+        spins += 1
+        if spins > _SPINS:
+            _sched_yield()
+
+
+as_pointer: Any = intrinsic(_pointer)
+"""Of an address."""
 
 
 @njit(inline="always")
 def float32_at(address):  # type: ignore
     """No bounds checks."""
-    return carray(_as_pointer(address), 1, np.float32)
+    return carray(as_pointer(address), 1, np.float32)
 
 
 @njit(inline="always")
 def int64_at(address):  # type: ignore
-    return carray(_as_pointer(address), 1, np.int64)
+    return carray(as_pointer(address), 1, np.int64)
 
 
 @njit(inline="always")
 def uint16_at(address):  # type: ignore
-    return carray(_as_pointer(address), 1, np.uint16)
+    return carray(as_pointer(address), 1, np.uint16)
 
 
 REORDERED = {"nsz", "reassoc", "contract", "arcp"}

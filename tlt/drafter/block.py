@@ -104,14 +104,14 @@ class PackedBlock(PackedDrafter):
         self._w2: PackedLinear | None = None  # rows of the draft vocabulary
 
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
-        gain_E = self.hidden_norm.load(tensors["hidden_norm.weight"])
+        self.hidden_norm.load(tensors["hidden_norm.weight"])
         rows = []
         for index, layer in enumerate(self.layers):
             prefix = f"layers.{index}."
             layer.load(tensors, prefix)
             rows += [tensors[f"{prefix}self_attn.{name}_proj.weight"].to(self.device) for name in "kv"]
             self.key_norm_L1D[index, 0].copy_(tensors[f"{prefix}self_attn.k_norm.weight"])
-        self.context_linear.load(torch.cat(rows).double() * gain_E)
+        self.context_linear.load(torch.cat(rows))
         if self.config.markov_rank:
             w1_VR, w2_VR = (tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
             self.w1_VR, self.w2_VR = (w.to(self.device, self.dtype, copy=True) for w in (w1_VR, w2_VR))

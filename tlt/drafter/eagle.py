@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
 from tlt.drafter.pairs import align
 from tlt.drafter.shape import EagleShape
+from tlt.models import compiled
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Attend, DecoderLayer, run_layer
 from tlt.models.packed import PackedLayer
@@ -69,9 +69,12 @@ class PackedEagle(PackedDrafter):
     def __init__(self, config: EagleShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__(config, dtype, device)
         self.layer = PackedLayer(config.layer, dtype, self.device, norms=config.layer_norms)
+        self.compiled = compiled.compile_layers(config.layer, [self.layer], None)
 
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
         self.layer.load(tensors, self.config.layer_name + ".")
+        if self.compiled is not None:
+            self.compiled.loaded()
 
     def fuse(self, features_NF: Tensor) -> Tensor:
         features_NF = features_NF[..., : self.config.feature_size]
@@ -82,12 +85,14 @@ class PackedEagle(PackedDrafter):
     ) -> Tensor:
         rope, pair_NI = self.rope.at(positions_N), torch.cat([embeddings_NE, hidden_NE], dim=-1)
         if self.config.method == "eagle":
-            return run_layer(self.layer, 0, self.fc(pair_NI), rope, attend)
-        stream_NE = hidden_NE
-        if self.config.norm_before_residual:
-            norm = self.layer.input_norms["hidden_norm"]
-            stream_NE = F.rms_norm(hidden_NE, (norm.size,), norm.weight, norm.eps)
-        return run_layer(self.layer, 0, stream_NE, rope, attend, pair_NI)
+            stream_NE, read_NI = self.fc(pair_NI), None
+        else:
+            is_normed = self.config.norm_before_residual
+            stream_NE = self.layer.input_norms["hidden_norm"](hidden_NE) if is_normed else hidden_NE
+            read_NI = pair_NI
+        if self.compiled is not None and self.compiled.serves(attend):
+            return self.compiled.run(stream_NE, rope, attend, read_NI=read_NI)[0]
+        return run_layer(self.layer, 0, stream_NE, rope, attend, read_NI)
 
     def predict(self, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
         return _predict(self, text, anchors, embed)

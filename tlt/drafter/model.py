@@ -122,7 +122,6 @@ class PackedDrafter(ABC):
         size = config.layer.hidden_size
         self.fc = PackedLinear(config.fc_size, size, dtype, self.device, has_bias=config.has_bias)
         self.norm = PackedNorm(size, config.layer.rms_norm_eps, dtype, self.device)
-        self.gain_E = torch.ones(size, dtype=dtype, device=self.device)
         has_rows = config.owns_head or config.is_reduced
         self.head = PackedLinear(size, config.draft_vocab_size, dtype, self.device) if has_rows else None
         self.token_ids: Tensor | None = None  # the draft vocabulary; None: all tokens
@@ -141,7 +140,7 @@ class PackedDrafter(ABC):
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.fc.load(tensors["fc.weight"], tensors.get("fc.bias"))
         if self.config.has_norm:
-            self.gain_E.copy_(self.norm.load(tensors["norm.weight"]))
+            self.norm.load(tensors["norm.weight"])
         if self.config.is_reduced:
             self.token_ids = draft_token_ids(tensors["d2t"].to(self.device))
         if self.config.owns_head:
@@ -181,8 +180,6 @@ class PackedDrafter(ABC):
         """[..., draft vocabulary]; borrowed rows follow the target's current head."""
         if self.config.has_norm:
             hidden = self.norm(hidden)
-            if self.norm.is_folded:
-                hidden = hidden * self.gain_E
         if self.head is None:
             return target.logits(hidden)
         if not self.config.owns_head and self._head_version != target.version:

@@ -222,6 +222,7 @@ class AnyTarget(Target):
 # ── attention, as transformers calls it ─────────────────────────────────────────────────────────────────────
 
 
+_FORM = ("scaling", "sliding_window", "softcap", "s_aux")
 _IGNORED = frozenset(("position_ids", "use_cache", "routing"))
 """What attention's arguments hold beside its form: rotated queries and keys know their positions."""
 
@@ -234,25 +235,22 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     attend: Attention,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, N, H, D]. s_aux: sinks. UserError for an argument of unknown meaning."""
+    """Returns [1, N, H, D]. arguments: of the form, and what is ignored; UserError for any other."""
     assert attention_mask is None, "a mask is made only for implementations that transformers knows"
-    assert dropout == 0.0, "for_transformers sets it"
-    if unknown := sorted(name for name in others.keys() - _IGNORED if others[name] is not None):
+    given = {name: value for name, value in arguments.items() if value is not None}
+    assert given.pop("dropout", 0.0) == 0.0, "for_transformers sets it"
+    scaling, sliding_window, softcap, sinks_H = (given.pop(name, None) for name in _FORM)
+    if unknown := sorted(given.keys() - _IGNORED):
         raise UserError(
             f"transformers {version}: {type(module).__name__} asks attention for {', '.join(unknown)}, "
             "which is not computed here; use an older transformers"
         )
     _, num_heads, num_tokens, head_dim = query_1HND.shape
     known = _form(scaling, sliding_window, softcap, head_dim)
-    if s_aux is not None:
-        known = replace(known, sinks_H=s_aux)
+    if sinks_H is not None:
+        known = replace(known, sinks_H=sinks_H)
     qkv_NSD = torch.cat([query_1HND[0], key_1KND[0], value_1KND[0]]).transpose(0, 1)
     out_NC = attend(module.layer_idx, qkv_NSD, known)  # type: ignore[arg-type]
     return out_NC.view(1, num_tokens, num_heads, head_dim), None

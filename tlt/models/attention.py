@@ -4,18 +4,14 @@ compiled_attention.py."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.base.io.extras import loading_numba
 from tlt.base.uploads import upload
-from tlt.models import cpu_kernels, flash
+from tlt.models import compiled, cpu_kernels, flash
 from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, attend_masked
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import ring_length, store
@@ -220,20 +216,11 @@ class StoringPrefill(SharedPrompts):
         return super().__call__(layer, qkv_NSD, form)
 
 
-@cache
-def attention_loops() -> ModuleType | None:
-    if find_spec("numba") is None:
-        return None
-    with loading_numba():
-        from tlt.models import compiled_attention
-    return compiled_attention
-
-
 def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu":
         keep_to_steady_kernels()
-    elif (loops := attention_loops()) is not None and dtype in loops.LOOP_DTYPES:
-        loops.compiled(dtype)
+    elif (loops := compiled.load()) is not None and dtype in loops.attention.LOOP_DTYPES:
+        loops.attention.compiled(dtype)
 
 
 def cached(
@@ -253,12 +240,12 @@ def cached(
     B, T = columns_BT.shape
     rows = list(zip(counts or [T] * B, lengths or [length] * B, strict=True))
     is_faster = T <= FEW_TOKENS or SDPA_ADVANTAGE * sum(t * n for t, n in rows) < B * T * length
-    loops = attention_loops() if is_faster and columns_BT.device.type == "cpu" else None
-    if loops is None or layers_SKLD[0].dtype not in loops.LOOP_DTYPES:
+    loops = compiled.load() if is_faster and columns_BT.device.type == "cpu" else None
+    if loops is None or layers_SKLD[0].dtype not in loops.attention.LOOP_DTYPES:
         return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts, positions_BT)
     mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
     real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)
-    attend = loops.CompiledAttention(
+    attend = loops.attention.CompiledAttention(
         config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N, positions_BT
     )
     return cast("CompiledAttention", attend)

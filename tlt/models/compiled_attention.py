@@ -125,20 +125,31 @@ def _attend_bfloat16(data):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _attend(data, call, arrays):  # type: ignore
-    num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
-    queries, sums = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim)
-    rest = _zeros(_4 * call.head_dim)
-    scores, largest, totals = _zeros(num_rows * _KEYS), _zeros(num_rows), _zeros(num_rows)
+    work = workspace(call)
     while True:
         item = loops.take(data)
         if item >= call.num_items:
             return
         sequence, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads
-        _attend_item(call, arrays, sequence, kv_head, (queries, scores, sums, largest, totals, rest))
+        attend_item(call, arrays, sequence, kv_head, work)
+
+
+@njit(inline="always")
+def call_at(address):  # type: ignore
+    return carray(loops.as_pointer(address), 1, CALL)[0]
 
 
 @njit(nogil=True, cache=True)
-def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
+def workspace(call):  # type: ignore
+    """Of one thread."""
+    num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
+    queries, sums = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim)
+    scores, largest, totals = _zeros(num_rows * _KEYS), _zeros(num_rows), _zeros(num_rows)
+    return queries, scores, sums, largest, totals, _zeros(_4 * call.head_dim)
+
+
+@njit(nogil=True, cache=True)
+def attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
     qkv, layer, out = arrays
     queries, scores, sums, largest, totals, rest = work
     dim, rows = call.head_dim, int64_at(call.rows)
@@ -185,7 +196,7 @@ def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignor
         source = ((first + i) * step + head) * dim
         target = at + _U64(columns[sequence * call.num_new + i]) % call.capacity * dim
         for d in range(dim):
-            layer[target + d] = qkv[source + d]
+            layer[target + d] = narrow(widen(qkv[source + d]), layer[target + d])
 
 
 @njit(nogil=True, cache=True)
@@ -218,8 +229,8 @@ def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
     q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _KEYS
     for d in range(dim):
         x, y = queries[q0 + d], queries[q1 + d]
-        z0, z1 = _widen(keys[k0 + d]), _widen(keys[k1 + d])
-        z2, z3 = _widen(keys[k2 + d]), _widen(keys[k3 + d])
+        z0, z1 = widen(keys[k0 + d]), widen(keys[k1 + d])
+        z2, z3 = widen(keys[k2 + d]), widen(keys[k3 + d])
         a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
         b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
     scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
@@ -318,8 +329,8 @@ def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
     a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
     b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
     for d in range(dim):
-        x0, x1 = _widen(values[v0 + d]), _widen(values[v1 + d])
-        x2, x3 = _widen(values[v2 + d]), _widen(values[v3 + d])
+        x0, x1 = widen(values[v0 + d]), widen(values[v1 + d])
+        x2, x3 = widen(values[v2 + d]), widen(values[v3 + d])
         sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
         sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
 
@@ -341,38 +352,38 @@ def _zeros(size):  # type: ignore
 @njit(nogil=True, cache=True)
 def _load(source, at, size, target, to):  # type: ignore
     for i in range(size):
-        target[to + i] = _widen(source[at + i])
+        target[to + i] = widen(source[at + i])
 
 
 @njit(nogil=True, cache=True)
 def _unload(source, at, size, factor, target, to):  # type: ignore
     for i in range(size):
-        target[to + i] = _narrow(source[at + i] * factor, target[to + i])
+        target[to + i] = narrow(source[at + i] * factor, target[to + i])
 
 
-def _widen(number: Any) -> Any:
+def widen(number: Any) -> Any:
     """From float32, or the bits of a bfloat16."""
 
 
-def _narrow(number: Any, like: Any) -> Any:
+def narrow(number: Any, like: Any) -> Any:
     """To float32, or the bits of the nearest bfloat16 (ties to even)."""
 
 
-@overload(_widen)
+@overload(widen)
 def _(number):  # type: ignore
     if isinstance(number, types.Float):
         return lambda number: number
     return lambda number: _U32(_U32(number) << _U32(16)).view(np.float32)
 
 
-@overload(_narrow)
+@overload(narrow)
 def _(number, like):  # type: ignore
     if isinstance(like, types.Float):
         return lambda number, like: number
-    return lambda number, like: _round_to_bfloat16(number)
+    return lambda number, like: round_to_bfloat16(number)
 
 
 @njit(inline="always")
-def _round_to_bfloat16(number):  # type: ignore
+def round_to_bfloat16(number):  # type: ignore
     bits = _F32(number).view(np.uint32)
     return np.uint16(_U32(bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16))

@@ -1,10 +1,9 @@
-"""CPU kernels: oneDNN's products and the flash kernel, each where it is faster than the plain path beside its
-call."""
+"""CPU kernels for training: oneDNN's products and the flash kernel, each where it is faster than the plain
+path beside its call."""
 
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
 import torch
@@ -47,70 +46,6 @@ def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), packed, None, "none", [], "")
     return product
-
-
-MIN_PRODUCTS = 320_000
-"""Multiplications from which oneDNN is faster than the BLAS behind F.linear (benchmarks/log.md)."""
-
-FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000
-"""oneDNN reads a matrix faster for three rows than for fewer: 30 instead of 22 to 25 GB/s on an AMD EPYC (Zen
-4). So fewer rows are repeated, for matrices of at least MIN_REPEATED elements."""
-
-
-def has_matrices(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies frozen matrices of this dtype faster than F.linear: float32, and bfloat16
-    with AVX-512 BF16 or AMX."""
-    is_fast = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
-    return is_fast and torch.backends.mkldnn.is_available()
-
-
-@cache
-def has_bfloat16() -> bool:
-    """ONEDNN_MAX_CPU_ISA may limit oneDNN to fewer instructions than the processor has."""
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return has_instructions and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
-    """None if oneDNN is not used for this device and dtype."""
-    return OneDnnMatrix(num_in * num_out, dtype) if device.type == "cpu" and has_matrices(dtype) else None
-
-
-class OneDnnMatrix:
-    """A frozen matrix in oneDNN's layout, reordered once. In float32 it is twice as fast as MKL, which is
-    limited to AVX2 on processors not made by Intel; in bfloat16 F.linear reorders the matrix for every
-    product.
-
-    min_rows: input rows from which it is faster; 0: always, so that no other copy is needed.
-    """
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.is_large = size >= MIN_REPEATED
-        self.min_rows = 0 if size >= MIN_PRODUCTS else -(-MIN_PRODUCTS // size)
-        self.packed: Tensor | None = None
-
-    def load(self, weight_OI: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.to(self.dtype).contiguous())
-
-    def multiply(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if self._is_faster_repeated(x_NI):
-            return self.multiply(_repeat(x_NI), bias_O)[: len(x_NI)]
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, bias_O, "none", [], "")
-        return product
-
-    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        if self._is_faster_repeated(x_NI):
-            return self.add_to(_repeat(residual_NO), _repeat(x_NI))[: len(x_NI)]
-        added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
-        return added
-
-    def _is_faster_repeated(self, x_NI: Tensor) -> bool:
-        return self.is_large and len(x_NI) < FASTEST_ROWS
-
-
-def _repeat(x_NI: Tensor) -> Tensor:
-    return x_NI.repeat(-(-FASTEST_ROWS // len(x_NI)), 1)
 
 
 def can_fuse(q: Tensor) -> bool:

@@ -1,9 +1,8 @@
-"""The engine's copy of a decoder, for inference: projections of the same input are one matrix, and a norm's
-weight is folded into the next matrix."""
+"""The engine's copy of a decoder, for inference: projections of the same input are one matrix; on a CPU, all
+layers are one call."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models import cpu_kernels
+from tlt.models import compiled
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, run_layer
 from tlt.models.rope import Rope
 from tlt.models.target import Target
@@ -22,31 +21,19 @@ LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
 
 
 class PackedNorm:
-    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64, weight and sqrt(E) are folded into
-    the next matrix: three small kernels remain of F.rms_norm's seven on a CPU. In bf16, folding would
-    round the weights again."""
-
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.size, self.eps = size, eps
-        self.is_folded = dtype in (torch.float32, torch.float64)
-        self.floor = torch.tensor(math.sqrt(size * eps), dtype=dtype, device=device)
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
-    def load(self, weight_E: Tensor) -> Tensor:
-        """The factors of the next matrix's columns, float64[E]."""
+    def load(self, weight_E: Tensor) -> None:
         self.weight.copy_(weight_E)
-        weight_E = weight_E.to(self.weight.device).double()
-        return weight_E * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E)
 
     def __call__(self, x_NE: Tensor) -> Tensor:
-        if not self.is_folded:
-            return F.rms_norm(x_NE, (self.size,), self.weight, self.eps)
-        return x_NE / torch.hypot(torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True), self.floor)
+        return F.rms_norm(x_NE, (self.size,), self.weight, self.eps)
 
 
 class PackedLinear:
-    """y = x Wᵀ + bias. Large products use oneDNN's copy of the matrix where it is faster; if all products are
-    large, there is no other copy."""
+    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (compiled/products.py)."""
 
     def __init__(
         self,
@@ -61,13 +48,12 @@ class PackedLinear:
     ) -> None:
         """storage: memory that already holds the matrix. borrows: whether `load` keeps a fitting weight
         without a copy."""
-        self.borrows, self.device = borrows, device
+        self.borrows, self.device, self.dtype = borrows, device, dtype
         self.shape = (num_out, num_in)
-        self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
+        self.panels = compiled.panels(num_in, num_out, dtype, device)
         self.weight: Tensor | None = None
-        if self.cpu_copy is None or self.cpu_copy.min_rows > 0:
+        if self.panels is None:
             self.weight = _allocate(num_out, num_in, dtype, device, borrows) if storage is None else storage
-        self.weight_t = None if self.weight is None else self.weight.t()
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -76,27 +62,27 @@ class PackedLinear:
             raise RuntimeError(
                 f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected"
             )
-        if self.weight is not None and self.weight is not weight:
+        if self.panels is not None:
+            self.panels.load(weight)
+        elif self.weight is not weight:
+            assert self.weight is not None
             self.weight = _place(weight, self.weight, self.borrows)
-            self.weight_t = self.weight.t()
-        if self.cpu_copy is not None:
-            self.cpu_copy.load(weight)
         if self.bias is not None:
             assert bias is not None
             self.bias.copy_(bias)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
-            return self.cpu_copy.multiply(x_NI, self.bias)
+        if self.panels is not None:
+            return self.panels.multiply(x_NI, self.bias)
         assert self.weight is not None
         return F.linear(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
         """residual + x Wᵀ, for a matrix without bias."""
-        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
-            return self.cpu_copy.add_to(residual_NO, x_NI)
-        assert self.weight_t is not None
-        return torch.addmm(residual_NO, x_NI, self.weight_t)
+        if self.panels is not None:
+            return self.panels.multiply(x_NI, residual_NO)
+        assert self.weight is not None
+        return torch.addmm(residual_NO, x_NI, self.weight.t())
 
 
 class PackedLayer:
@@ -132,16 +118,16 @@ class PackedLayer:
         def cat(*names: str) -> Tensor:  # on the device: a GPU joins and scales far faster than a CPU
             return torch.cat([given(name).to(device) for name in names])
 
-        gains = [norm.load(given(f"{name}.weight")) for name, norm in self.input_norms.items()]
-        weight = cat(*(f"self_attn.{name}_proj.weight" for name in "qkv")).double()
+        for name, norm in self.input_norms.items():
+            norm.load(given(f"{name}.weight"))
         bias = cat(*(f"self_attn.{name}_proj.bias" for name in "qkv")) if c.qkv_bias else None
-        self.qkv_linear.load(weight * torch.cat(gains) if gains else weight, bias)
+        self.qkv_linear.load(cat(*(f"self_attn.{name}_proj.weight" for name in "qkv")), bias)
         if self.qk_norm_weight is not None:
             q, k = (given(f"self_attn.{name}_norm.weight") for name in "qk")
             self.qk_norm_weight.copy_(torch.stack([q] * c.num_heads + [k] * c.num_kv_heads))
         self.output_linear.load(given("self_attn.o_proj.weight"))
-        gain_E = self.mlp_norm.load(given("post_attention_layernorm.weight"))
-        self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gain_E)
+        self.mlp_norm.load(given("post_attention_layernorm.weight"))
+        self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight"))
         self.down_linear.load(given("mlp.down_proj.weight"))
 
     def qkv(self, read_NI: Tensor) -> Tensor:
@@ -173,7 +159,7 @@ class PackedLayer:
 class PackedTransformer(Target):
     """The engine's copy of a policy.
 
-    borrows: whether unchanged tensors (embedding, head, output and down projections; on a CPU in float32 the
+    borrows: whether unchanged tensors (embedding, head, output and down projections; with panels the
         embedding alone) are the policy's own memory, if dtype and device agree. Training changes them here
         too: load the policy again before use.
     """
@@ -197,8 +183,8 @@ class PackedTransformer(Target):
             config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE, borrows=borrows
         )
         self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
-        self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
         self.rope = Rope(config, dtype, self.device)
+        self.compiled = compiled.compile_layers(self.config, self.layers, self.final_norm)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
@@ -210,6 +196,8 @@ class PackedTransformer(Target):
         if missing:
             raise KeyError(min(missing))
         self.version = version
+        if self.compiled is not None:
+            self.compiled.loaded()
         vars(self).pop("unsound_V", None)
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
@@ -226,7 +214,7 @@ class PackedTransformer(Target):
             self.head_VE = _place(part[HEAD], self.head_VE, self.borrows)
             self.head_linear.load(self.head_VE)
         if FINAL_NORM in part:
-            self.final_gain_E.copy_(self.final_norm.load(part[FINAL_NORM].detach()))
+            self.final_norm.load(part[FINAL_NORM].detach())
         return prefixes | {name for name in (EMBEDDING, HEAD, FINAL_NORM) if name in part}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
@@ -237,14 +225,14 @@ class PackedTransformer(Target):
     ) -> tuple[Tensor, Tensor]:
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
+        if self.compiled is not None and self.compiled.serves(attend):
+            return self.compiled.run(x_NE, rope, attend, capture)
         captured = {}
         for index, layer in enumerate(self.layers):
             if index in capture:
                 captured[index] = x_NE
             x_NE = run_layer(layer, index, x_NE, rope, attend)
         features_NE = self.final_norm(x_NE)
-        if self.final_norm.is_folded:
-            features_NE.mul_(self.final_gain_E)
         captured[len(self.layers)] = features_NE
         if len(capture) < 2:
             return features_NE, captured[capture[0]] if capture else features_NE

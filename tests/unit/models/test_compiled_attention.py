@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models import attention
+from tlt.models import compiled as loops_of_models
 from tlt.models.attention import Cached, cached, real_tokens
 from tlt.models.decoder import ModelConfig
 from tlt.speculation.law.tree import chain_mask
@@ -181,8 +181,8 @@ def test_many_tokens_float64_and_machines_without_numba_are_left_to_sdpa(
         "padding would double what SDPA computes"
     )
     monkeypatch.setitem(sys.modules, "numba", None)
-    attention.attention_loops.cache_clear()
+    loops_of_models.load.cache_clear()
     assert isinstance(attend(1, torch.float32), Cached)
     monkeypatch.undo()
-    attention.attention_loops.cache_clear()
+    loops_of_models.load.cache_clear()
     assert not isinstance(attend(1, torch.float32), Cached)

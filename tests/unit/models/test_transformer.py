@@ -27,10 +27,10 @@ from tests.unit.models.transformer_parts import (
     stale_cache,
     trainable,
 )
-from tlt.models import attention, cpu_kernels
+from tlt.models import attention
 from tlt.models.attention import Cached, PackedCausal
 from tlt.models.decoder import Linear, ModelConfig, Transformer
-from tlt.models.packed import PackedLinear, PackedTransformer
+from tlt.models.packed import PackedTransformer
 from tlt.models.rope import MOST_TABLED, Llama3, Rope, Scaling, Yarn, rope_frequencies
 from tlt.speculation.law.tree import chain_mask
 
@@ -216,71 +216,6 @@ def test_where_a_gpu_takes_no_grouped_heads_each_query_head_gets_a_key_of_its_ow
 
 
 # ── the engine's copy, and the CPU's kernels ────────────────────────────────────────────────────────────────
-
-
-@torch.no_grad()
-def test_in_bfloat16_no_norm_is_folded_so_that_weights_are_not_rounded_twice() -> None:
-    model = referee("llama", torch.bfloat16)
-    ours, theirs = packed(model).layers[1], model.model.layers[1]
-    assert ours.qkv_linear.weight is not None
-    assert ours.gate_up_linear.weight is not None
-    assert torch.equal(ours.qkv_linear.weight[:48], theirs.self_attn.q_proj.weight)
-    assert torch.equal(ours.gate_up_linear.weight[80:], theirs.mlp.up_proj.weight)
-
-
-@pytest.mark.parametrize(("num_in", "num_out"), [(32, 96), (512, 700), (1024, 1465)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(
-    num_in: int, num_out: int, has_bias: bool
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, bias = (
-        torch.randn(num_out, num_in, generator=generator),
-        torch.randn(num_out, generator=generator),
-    )
-    linear = PackedLinear(num_in, num_out, torch.float32, torch.device("cpu"), has_bias=has_bias)
-    linear.load(weight, bias if has_bias else None)
-    if cpu_kernels.has_matrices(torch.float32):
-        assert (linear.weight is None) == (num_in * num_out >= 320_000), "a large matrix exists once"
-    for rows in (1, 2, 3, 40, 300):
-        x, residual = (
-            torch.randn(rows, num_in, generator=generator),
-            torch.randn(rows, num_out, generator=generator),
-        )
-        expected = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
-        torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-3)
-        if not has_bias:
-            before = residual.clone()
-            torch.testing.assert_close(
-                linear.add_to(residual, x).double(), expected + residual, rtol=1e-5, atol=1e-3
-            )
-            assert torch.equal(residual, before)
-    with pytest.raises(RuntimeError, match="was expected"):
-        linear.load(weight[:-1])
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("in_plain_layout", [True, False])
-def test_a_matrix_in_bfloat16_multiplies_as_torch_does(
-    has_bias: bool, in_plain_layout: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In oneDNN's layout where the processor has instructions for it, and in the plain one on any."""
-    if in_plain_layout:
-        monkeypatch.setattr(cpu_kernels, "has_bfloat16", lambda: False)
-    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
-    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((700, 512), (700,)))
-    linear = PackedLinear(512, 700, dtype, torch.device("cpu"), has_bias=has_bias)
-    linear.load(weight, bias if has_bias else None)
-    assert (linear.weight is None) == cpu_kernels.has_matrices(dtype)
-    for rows in (1, 5, 70):
-        x, residual = (torch.randn(rows, n, generator=generator).to(dtype) for n in (512, 700))
-        exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
-        assert linear(x).dtype == dtype
-        torch.testing.assert_close(linear(x).double(), exact, rtol=2.0**-7, atol=0.05)
-        if not has_bias:
-            torch.testing.assert_close(
-                linear.add_to(residual, x).double(), exact + residual, rtol=2.0**-7, atol=0.1
-            )
 
 
 @pytest.mark.parametrize("rows", [7, 300])

@@ -32,7 +32,7 @@ from tlt.drafter.training.spot import CARRY_LONGEST, MICRO_STEP_TOKENS
 from tlt.drafter.vocabulary import LARGEST_SHARE
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.vllm.settings import CPU_KV_GIB
-from tlt.models import cpu_kernels
+from tlt.models import compiled
 from tlt.models.any_config import AnyConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
 from tlt.models.new import new_target
@@ -111,9 +111,9 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
     trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.is_used
     on_cpu = not r.is_gpu
     is_own = not isinstance(r.model, AnyConfig)
-    # oneDNN's, of the head beside its rows
-    has_layout = on_cpu and is_own and cpu_kernels.has_matrices(r.engine_dtype)
-    copy = weights + has_layout * r.model.vocab_size * r.model.hidden_size * size
+    # the head as panels, beside its rows
+    has_panels = on_cpu and is_own and compiled.has_panels(r.engine_dtype, torch.device("cpu"))
+    copy = weights + has_panels * r.model.vocab_size * r.model.hidden_size * size
     yield Term("process", ALWAYS, PROCESS_BYTES["cpu" if on_cpu else "cuda"], "Python and libraries")
     yield Term("frozen weights", ALWAYS, has_lora * r.num_parameters * r.frozen // cut, "base model / slices")
     yield Term("adapters" if has_lora else "weights", ALWAYS, trained, "trained parameters / slices")

@@ -1,0 +1,59 @@
+"""Compiled loops for CPUs, where Numba is installed: imported when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tlt.base.io.extras import loading_numba
+from tlt.models.decoder import ModelConfig
+
+if TYPE_CHECKING:
+    from tlt.models.compiled_layers import CompiledLayers, LayerWeights, Norm
+    from tlt.models.compiled_products import Panels
+
+
+class Loops(NamedTuple):
+    attention: ModuleType
+    products: ModuleType
+    layers: ModuleType
+
+
+@cache
+def load() -> Loops | None:
+    if find_spec("numba") is None:
+        return None
+    with loading_numba():
+        from tlt.models import compiled_attention, compiled_layers, compiled_products
+    return Loops(compiled_attention, compiled_products, compiled_layers)
+
+
+def has_panels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether frozen matrices are multiplied by compiled loops."""
+    if device.type != "cpu" or (loops := load()) is None:
+        return False
+    return dtype in loops.products.PRODUCT_DTYPES
+
+
+def panels(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> Panels | None:
+    loops = load()
+    if loops is None or not has_panels(dtype, device):
+        return None
+    made: Panels = loops.products.Panels(num_in, num_out, dtype)
+    return made
+
+
+def compile_layers(
+    config: ModelConfig, layers: Sequence[LayerWeights], final_norm: Norm | None
+) -> CompiledLayers | None:
+    """None where they run one operation at a time."""
+    loops = load()
+    if loops is None or not loops.layers.can_compile(config, layers[0]):
+        return None
+    made: CompiledLayers = loops.layers.CompiledLayers(config, layers, final_norm)
+    return made

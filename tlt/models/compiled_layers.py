@@ -1,0 +1,179 @@
+"""A decoder's layers in one call of compiled loops, for CPUs: no operation of PyTorch in between, which for
+few tokens takes longer than the arithmetic.
+
+    x ─▶ [ norm ─▶ qkv ─▶ rotate, store, attend ─▶ add
+           norm ─▶ gate, up, silu ─▶ down, add ]  × layers ─▶ norm
+
+A row's bits depend on that row and its keys alone (compiled_products.py, compiled_attention.py). Between
+products numbers are float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.base import loops
+from tlt.models.compiled_attention import CompiledAttention
+from tlt.models.compiled_products import LANES, PRODUCTS_PER_THREAD, Panels
+from tlt.models.compiled_stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compiled
+from tlt.models.decoder import ModelConfig
+
+
+class Norm(Protocol):
+    weight: Tensor
+
+
+class Linear(Protocol):
+    panels: Panels | None
+    bias: Tensor | None
+
+
+class LayerWeights(Protocol):
+    """packed.py's layer. input_norms: of what attention reads, a norm a vector."""
+
+    qk_norm_weight: Tensor | None
+
+    @property
+    def input_norms(self) -> Mapping[str, Norm]: ...
+    @property
+    def qkv_linear(self) -> Linear: ...
+    @property
+    def output_linear(self) -> Linear: ...
+    @property
+    def mlp_norm(self) -> Norm: ...
+    @property
+    def gate_up_linear(self) -> Linear: ...
+    @property
+    def down_linear(self) -> Linear: ...
+
+
+def can_compile(config: ModelConfig, layer: LayerWeights) -> bool:
+    """Whether its matrices are panels of which none is padded."""
+    sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
+    return layer.down_linear.panels is not None and all(size % LANES == 0 for size in sizes)
+
+
+class CompiledLayers:
+    """final_norm: after the last layer; None: there is none."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], final_norm: Norm | None) -> None:
+        self.config, self.layers, self.final_norm = config, layers, final_norm
+        self.num_read = _panels(layers[0].qkv_linear).num_in
+        self.dtype = _panels(layers[0].down_linear).weights.dtype
+        self.gains: list[Tensor] = []  # that the table points to
+        self.table_LC: Any = None
+
+    def serves(self, attend: Any) -> TypeGuard[CompiledAttention]:
+        return isinstance(attend, CompiledAttention)
+
+    def loaded(self) -> None:
+        """Weights have changed."""
+        self.table_LC = None
+
+    def _fill_table(self) -> None:
+        self.gains = []
+
+        def keep(*gains: Tensor | None) -> int:
+            known = [gain.float().flatten() for gain in gains if gain is not None]
+            self.gains.append(torch.cat([torch.empty(0), *known]))
+            return self.gains[-1].data_ptr() if known else 0
+
+        rows = [
+            {
+                "input_gains": keep(*(norm.weight for norm in layer.input_norms.values())),
+                "num_norms": len(layer.input_norms),
+                "qkv": _panels(layer.qkv_linear).address,
+                "qkv_bias": keep(layer.qkv_linear.bias),
+                "qk_gains": keep(layer.qk_norm_weight),
+                "attended": _panels(layer.output_linear).address,
+                "mlp_gains": keep(layer.mlp_norm.weight),
+                "gate_up": _panels(layer.gate_up_linear).address,
+                "down": _panels(layer.down_linear).address,
+            }
+            for layer in self.layers
+        ]
+        self.table_LC = np.array([[row.get(name, 0) for name in LAYER] for row in rows], np.int64)
+        self.final_gains = keep(None if self.final_norm is None else self.final_norm.weight)
+
+    def run(
+        self,
+        x_NE: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: CompiledAttention,
+        capture: Sequence[int] = (),
+        read_NI: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(outputs, captured_NF), as `Target.forward_capturing`. read_NI: see `run_layer`."""
+        if self.table_LC is None:
+            self._fill_table()
+        c, table_LC = self.config, self.table_LC
+        N, E, F = len(x_NE), c.hidden_size, c.intermediate_size
+        num_layers = len(self.layers)
+        x_NE = x_NE.float().clone()
+        read_NI = None if read_NI is None else read_NI.float().contiguous()
+        cos_ND, sin_ND = (part.reshape(N, -1).float() for part in rope)
+        width = max(self.num_read, E)
+        normed, gate_up = torch.empty(N, width), torch.empty(N, 2 * F)
+        qkv_NA, mixed_NA = torch.empty(N, c.num_qkv * c.head_dim), torch.empty(N, c.num_heads * c.head_dim)
+        features_NE = torch.empty(N, E)
+        within = [index for index in capture if index < num_layers]
+        captured_NF = torch.empty(N, len(capture) * E) if len(capture) > 1 or within else None
+        table_LC[:, CAPTURED] = 0
+        for place, index in enumerate(capture):
+            if index < num_layers and captured_NF is not None:
+                table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
+        table_LC[:, CACHE] = [layer.data_ptr() for layer in attend.layers]
+        num_threads = self._num_threads(N)
+        counters = np.zeros(2 * (STAGES * num_layers + 1), np.int64)
+        call = np.zeros(1, CALL)
+        numbers = {
+            "num_items": num_threads,
+            "attention": attend.call.ctypes.data,
+            "qkv": qkv_NA.data_ptr(),
+            "layers": table_LC.ctypes.data,
+            "counters": counters.ctypes.data,
+            "x": x_NE.data_ptr(),
+            "read": 0 if read_NI is None else read_NI.data_ptr(),
+            "normed": normed.data_ptr(),
+            "mixed": mixed_NA.data_ptr(),
+            "gate_up": gate_up.data_ptr(),
+            "cos": cos_ND.data_ptr(),
+            "sin": sin_ND.data_ptr(),
+            "final_gains": self.final_gains,
+            "features": features_NE.data_ptr(),
+            "num_layers": num_layers,
+            "num_tokens": N,
+            "num_sequences": len(attend.rows),
+            "hidden": E,
+            "num_read": self.num_read,
+            "intermediate": F,
+            "captured_width": len(capture) * E,
+            "parts": 1 if num_threads == 1 else 2 * num_threads,
+            "eps": c.rms_norm_eps,
+        }
+        for name, number in numbers.items():
+            call[name] = number
+        loops.Loop(compiled(self.dtype), call, num_threads).run()
+        dtype = self.dtype
+        outputs_NE = (features_NE if self.final_gains else x_NE).to(dtype)
+        if captured_NF is None:
+            return outputs_NE, outputs_NE
+        for place, index in enumerate(capture):
+            if index == num_layers:
+                captured_NF[:, place * E : (place + 1) * E] = outputs_NE
+        return outputs_NE, captured_NF.to(dtype)
+
+    def _num_threads(self, num_tokens: int) -> int:
+        c = self.config
+        num_weights = c.hidden_size * (2 * c.num_heads * c.head_dim + 3 * c.intermediate_size)
+        return min(torch.get_num_threads(), 1 + num_tokens * num_weights // (STAGES * PRODUCTS_PER_THREAD))
+
+
+def _panels(linear: Linear) -> Panels:
+    assert linear.panels is not None
+    return linear.panels

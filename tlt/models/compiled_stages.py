@@ -1,0 +1,308 @@
+"""The stages of a decoder's layers, as compiled loops: see compiled_layers.py.
+
+Items of a stage: equal shares of rows (norms) or of panels (products); of attention, the query heads of a
+sequence that share a key head. Whoever finds none left waits until all are done, so that any number of
+threads may come.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba.extending import overload
+
+from tlt.base import loops
+from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+from tlt.models import compiled_attention
+from tlt.models.compiled_attention import attend_item, workspace
+from tlt.models.compiled_products import LANES, multiply_panels
+
+LAYER = (
+    "input_gains",
+    "num_norms",
+    "qkv",
+    "qkv_bias",
+    "qk_gains",
+    "attended",
+    "mlp_gains",
+    "gate_up",
+    "down",
+    "cache",
+    "captured",
+)
+"""Columns of a layer's row: addresses, 0 where there is none. num_norms: vectors that attention's input is
+made of; 0: it is read as it is. captured: where the layer's input goes."""
+(
+    _INPUT_GAINS,
+    _NUM_NORMS,
+    _QKV,
+    _QKV_BIAS,
+    _QK_GAINS,
+    _ATTENDED,
+    _MLP_GAINS,
+    _GATE_UP,
+    _DOWN,
+    CACHE,
+    CAPTURED,
+) = range(len(LAYER))
+_ADDRESSES = (
+    "attention",
+    "layers",
+    "counters",
+    "x",
+    "read",
+    "normed",
+    "qkv",
+    "mixed",
+    "gate_up",
+    "cos",
+    "sin",
+    "final_gains",
+    "features",
+)
+_SIZES = (
+    "num_layers",
+    "num_tokens",
+    "num_sequences",
+    "hidden",
+    "num_read",
+    "intermediate",
+    "captured_width",
+    "parts",
+)
+CALL = np.dtype(
+    [
+        *loops.HEAD,
+        *[(name, "i8") for name in (*_ADDRESSES, *_SIZES)],
+        ("eps", "f8"),
+    ]
+)
+_COLUMNS = len(LAYER)
+_F32, _U64 = np.float32, np.uint64
+_READ, _PROJECT, _ATTEND, _ADD, _NORM, _GATE, _DOWN_AND_ADD = range(7)
+STAGES = 7
+"""Of a layer; the final norm follows."""
+
+
+@cache
+def compiled(dtype: torch.dtype) -> int:
+    function = _run_float32 if dtype == torch.float32 else _run_bfloat16
+    # None before compiling
+    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
+    return address
+
+
+def _run_float32(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    attend = compiled_attention.call_at(call.attention)
+    _run(call, attend, float32_at(call.qkv), float32_at(call.layers), float32_at(call.mixed))
+
+
+def _run_bfloat16(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    attend = compiled_attention.call_at(call.attention)
+    _run(call, attend, float32_at(call.qkv), uint16_at(call.layers), float32_at(call.mixed))
+
+
+# ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(nogil=True, cache=True)
+def _run(call, attend, qkv, like, mixed):  # type: ignore
+    """like: an array of the weights' and caches' numbers."""
+    work = workspace(attend)
+    num_heads = call.num_sequences * np.int64(attend.num_kv_heads)
+    for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
+        num_items = num_heads if stage % STAGES == _ATTEND else call.parts
+        while True:
+            item = _take(call, stage, num_items)
+            if item < 0:
+                break
+            if stage == call.num_layers * STAGES:
+                _norm_part(call, call.final_gains, call.features, item)
+            else:
+                _do(call, attend, stage, item, (qkv, mixed), work, like)
+            loops.add_to(_counter(call, stage) + 8, 1)
+
+
+@njit(inline="always")
+def _do(call, attend, number, item, heads, work, like):  # type: ignore
+    index, stage = number // STAGES, number % STAGES
+    layers, at = int64_at(call.layers), index * _COLUMNS
+    read = call.read if index == 0 and call.read else call.x
+    if stage == _READ:
+        _read_part(call, layers, at, read, item)
+    elif stage == _PROJECT:
+        source = call.normed if layers[at + _NUM_NORMS] else read
+        _qkv_part(call, attend, layers, at, source, item, like)
+    elif stage == _ATTEND:
+        arrays = heads[0], _array_at(layers[at + CACHE], like), heads[1]
+        _attend_part(call, attend, layers[at + _QK_GAINS], item, arrays, work)
+    elif stage == _ADD:
+        num_attended = np.int64(attend.num_heads * attend.head_dim)
+        _add_part(call, call.mixed, num_attended, num_attended, layers[at + _ATTENDED], item, like)
+    elif stage == _NORM:
+        _norm_part(call, layers[at + _MLP_GAINS], call.normed, item)
+    elif stage == _GATE:
+        _gate_part(call, layers[at + _GATE_UP], item, like)
+    else:
+        _add_part(
+            call, call.gate_up, 2 * call.intermediate, call.intermediate, layers[at + _DOWN], item, like
+        )
+
+
+@njit(inline="always")
+def _counter(call, stage):  # type: ignore
+    """Address of (items taken, items done)."""
+    return call.counters + 16 * stage
+
+
+@njit(nogil=True, cache=True)
+def _take(call, stage, num_items):  # type: ignore
+    """The next item; -1: all are done."""
+    at = _counter(call, stage)
+    item = loops.add_to(at, 1)
+    if item < num_items:
+        return item
+    loops.wait_for(at + 8, num_items)
+    return np.int64(-1)
+
+
+@njit(inline="always")
+def _part(call, part, size):  # type: ignore
+    """(first, end) of one of `parts` equal shares."""
+    return size * part // call.parts, size * (part + 1) // call.parts
+
+
+@njit(nogil=True, cache=True)
+def _read_part(call, layers, at, read, part):  # type: ignore
+    """Keeps what is captured, and normalizes what attention reads."""
+    num_norms, gains, hidden = layers[at + _NUM_NORMS], layers[at + _INPUT_GAINS], call.hidden
+    start, end = _part(call, part, call.num_tokens)
+    for row in range(start, end):
+        if layers[at + CAPTURED]:
+            x, kept = float32_at(call.x), float32_at(layers[at + CAPTURED])
+            for i in range(hidden):
+                kept[_U64(row * call.captured_width + i)] = x[_U64(row * hidden + i)]
+        for norm in range(num_norms):
+            vector = row * num_norms + norm
+            _norm(call, read, vector, hidden, gains + 4 * norm * hidden, call.normed, vector * hidden)
+
+
+@njit(nogil=True, cache=True)
+def _norm_part(call, gains, target, part):  # type: ignore
+    first, end = _part(call, part, call.num_tokens)
+    for row in range(first, end):
+        _norm(call, call.x, row, call.hidden, gains, target, row * call.hidden)
+
+
+@njit(nogil=True, cache=True, fastmath=REORDERED)
+def _norm(call, source, row, size, gains, target, to):  # type: ignore
+    """x / sqrt(mean(x²) + eps) · gain."""
+    source, gains, target, at = float32_at(source), float32_at(gains), float32_at(target), _U64(row * size)
+    total = _F32(0)
+    for i in range(_U64(size)):
+        total += source[at + i] * source[at + i]
+    factor = _F32(1) / np.sqrt(total / _F32(size) + _F32(call.eps))
+    for i in range(_U64(size)):
+        target[_U64(to) + i] = source[at + i] * factor * gains[i]
+
+
+@njit(inline="always")
+def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
+    size = np.int64((attend.num_heads + _U64(2) * attend.num_kv_heads) * attend.head_dim)
+    first, end = _part(call, part, size // LANES)
+    x, matrix = (source, call.num_read), (layers[at + _QKV], _is_bfloat16(like))
+    multiply_panels(x, call.num_tokens, call.num_read, matrix, first, end, (call.qkv, size), 0)
+    if layers[at + _QKV_BIAS]:
+        qkv, bias = float32_at(call.qkv), float32_at(layers[at + _QKV_BIAS])
+        for row in range(call.num_tokens):
+            for i in range(first * LANES, end * LANES):
+                qkv[_U64(row * size + i)] += bias[_U64(i)]
+
+
+@njit(inline="always")
+def _attend_part(call, attend, gains, item, arrays, work):  # type: ignore
+    """The new tokens of a sequence, the query heads that share a key head."""
+    qkv = arrays[0]
+    sequence, kv_head = _U64(item) // attend.num_kv_heads, _U64(item) % attend.num_kv_heads
+    rows, group = int64_at(attend.rows), attend.num_heads // attend.num_kv_heads
+    first, num_new = _U64(rows[_U64(3) * sequence]), _U64(rows[_U64(3) * sequence + _U64(1)])
+    for token in range(first, first + num_new):
+        for head in range(kv_head * group, (kv_head + _U64(1)) * group):
+            _rotate(call, attend, qkv, gains, token, head)
+        _rotate(call, attend, qkv, gains, token, attend.num_heads + kv_head)
+    attend_item(attend, arrays, sequence, kv_head, work)
+
+
+@njit(nogil=True, cache=True)
+def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
+    """Normalizes a query or key where the model does, and rotates it (rope.py)."""
+    dim, half = attend.head_dim, attend.head_dim // _U64(2)
+    vector = token * (attend.num_heads + _U64(2) * attend.num_kv_heads) + head
+    if gains:
+        at = gains + np.int64(_U64(4) * head * dim)
+        _norm(call, call.qkv, vector, dim, at, call.qkv, vector * dim)
+    cos, sin = float32_at(call.cos), float32_at(call.sin)
+    at, of = vector * dim, token * dim
+    for i in range(half):
+        a, b = qkv[at + i], qkv[at + half + i]
+        qkv[at + i] = a * cos[of + i] + b * sin[of + i]
+        qkv[at + half + i] = b * cos[of + half + i] + a * sin[of + half + i]
+
+
+@njit(inline="always")
+def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
+    """Adds a product to the residual stream. stride: numbers of x from row to row."""
+    first, end = _part(call, part, call.hidden // LANES)
+    matrix, out = (weights, _is_bfloat16(like)), (call.x, call.hidden)
+    multiply_panels((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)
+
+
+@njit(inline="always")
+def _gate_part(call, weights, part, like):  # type: ignore
+    """silu(gate) · up, in place of gate."""
+    size, num_panels = call.intermediate, call.intermediate // LANES
+    first, end = _part(call, part, num_panels)
+    x, matrix, out = (call.normed, call.hidden), (weights, _is_bfloat16(like)), (call.gate_up, 2 * size)
+    multiply_panels(x, call.num_tokens, call.hidden, matrix, first, end, out, 0)
+    multiply_panels(x, call.num_tokens, call.hidden, matrix, num_panels + first, num_panels + end, out, 0)
+    for row in range(call.num_tokens):
+        _gate(call.gate_up, row * 2 * size + first * LANES, (end - first) * LANES, size)
+
+
+@njit(nogil=True, cache=True, fastmath=REORDERED)
+def _gate(numbers, at, count, size):  # type: ignore
+    numbers, at, up = float32_at(numbers), _U64(at), _U64(size)
+    for i in range(at, at + _U64(count)):
+        gate = numbers[i]
+        power = exp_of(-abs(gate))
+        sigmoid = (_F32(1) if gate >= _F32(0) else power) / (_F32(1) + power)
+        numbers[i] = gate * sigmoid * numbers[i + up]
+
+
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _array_at(address: Any, like: Any) -> Any:
+    """The array at an address, of numbers like these."""
+
+
+def _is_bfloat16(like: Any) -> Any: ...
+
+
+@overload(_array_at)
+def _(address, like):  # type: ignore
+    if isinstance(like.dtype, types.Float):
+        return lambda address, like: float32_at(address)
+    return lambda address, like: uint16_at(address)
+
+
+@overload(_is_bfloat16)
+def _(like):  # type: ignore
+    is_bfloat16 = not isinstance(like.dtype, types.Float)
+    return lambda like: is_bfloat16
