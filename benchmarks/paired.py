@@ -8,7 +8,7 @@
 
     headline   `tlt train recipes/countdown/headline.toml` without evaluations: all steps but the first
     longtail   one rollout of recipes/countdown/longtail.json, adaptive (paired_longtail.py)
-    engine     16 responses of up to 64 tokens, by two processes that stay and are asked in turns: the most precise
+    engine     --batch responses of up to 64 tokens, by two processes that stay and are asked in turns: the most precise
     real       `tlt generate` with a real model (tlt init smollm2 DIR): 16 responses, as --speculation says
 
     round 0: before, after │ round 1: after, before │ …
@@ -87,10 +87,10 @@ def said(tree: Tree, work: Work) -> Work:
     return work
 
 
-def resident(tree: Tree, model: Path | None, speculation: str) -> Callable[[], Work]:
+def resident(tree: Tree, model: Path | None, speculation: str, batch: int) -> Callable[[], Work]:
     """Starts a process that keeps this tree's engine, and returns what asks it. Its first two answers, in which
     a fresh process is slow, do not count."""
-    process = tree.start("-P", ENGINE, model or tree.recipe, speculation)
+    process = tree.start("-P", ENGINE, model or tree.recipe, speculation, str(batch))
 
     def ask() -> Work:
         assert process.stdin is not None, "a pipe"
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument(
         "--speculation", default="off", help="of real and engine: off, adaptive or a strategy"
     )
+    parser.add_argument("--batch", type=int, default=16, help="of engine: 1, 2, 3 or a multiple of 4")
     options = parser.parse_args()
     if options.what == "real" and options.model is None:
         parser.error("--what real needs --model")
@@ -153,12 +154,13 @@ def main() -> None:
         "longtail": lambda tree: partial(longtail, tree),
         "headline": lambda tree: partial(headline, tree, num_steps=options.steps),
         "real": lambda tree: partial(real, tree, options.model, options.speculation),
-        "engine": lambda tree: resident(tree, options.model, options.speculation),
+        "engine": lambda tree: resident(tree, options.model, options.speculation, options.batch),
     }
     measure = measures[options.what]
     rounds = rounds_in_turns({name: measure(tree) for name, tree in trees.items()}, options.rounds)
     model = "" if options.model is None else " --model smollm2"
     of_engine = f"{model} --speculation {options.speculation}"
+    of_engine += f" --batch {options.batch}" if options.what == "engine" else ""
     amounts = {"longtail": "", "headline": f" --steps {options.steps}"}
     amount = amounts.get(options.what, of_engine)
     report: dict[str, Any] = {

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.extending import intrinsic
 
 HEAD = [("next_item", "i8"), ("num_items", "i8")]
@@ -71,6 +71,14 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "loops")
 
 
+@cache
+def compiled(function: Any) -> int:
+    """The address of a loop, a function of its record's address. Compiled at first use, and kept on disk."""
+    # None before compiling
+    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
+    return address
+
+
 # ── within a loop ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -114,7 +122,7 @@ add_to: Any = intrinsic(_add)
 _read_atomically: Any = intrinsic(_read)
 
 _SPINS = 1000
-"""Before a waiting thread gives its core away: some microseconds."""
+"""Looks of a waiting thread before it offers its core to others: some microseconds."""
 
 if os.name == "posix":
     _sched_yield: Any = types.ExternalFunction("sched_yield", types.intc())
@@ -136,7 +144,7 @@ def wait_for(address, number):  # type: ignore
 
 
 as_pointer: Any = intrinsic(_pointer)
-"""Of an address."""
+"""An address as the pointer that `carray` takes."""
 
 
 @njit(inline="always")

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.extending import overload
 from torch import Tensor
 
@@ -102,12 +101,8 @@ class CompiledAttention:
         self.call["scale"] = head_dim**-0.5 if form.scale is None else form.scale
 
 
-@cache
 def compiled(dtype: torch.dtype) -> int:
-    function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
-    # None before compiling
-    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
-    return address
+    return loops.compiled(_attend_float32 if dtype == torch.float32 else _attend_bfloat16)
 
 
 def _attend_float32(data):  # type: ignore

@@ -121,11 +121,10 @@ class CompiledLayers:
         normed, gate_up = torch.empty(N, width), torch.empty(N, 2 * F)
         qkv_NA, mixed_NA = torch.empty(N, c.num_qkv * c.head_dim), torch.empty(N, c.num_heads * c.head_dim)
         features_NE = torch.empty(N, E)
-        within = [index for index in capture if index < num_layers]
-        captured_NF = torch.empty(N, len(capture) * E) if len(capture) > 1 or within else None
+        captured_NF = torch.empty(N, len(capture) * E)
         table_LC[:, CAPTURED] = 0
         for place, index in enumerate(capture):
-            if index < num_layers and captured_NF is not None:
+            if index < num_layers:
                 table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
         table_LC[:, CACHE] = [layer.data_ptr() for layer in attend.layers]
         num_threads = self._num_threads(N)
@@ -161,7 +160,7 @@ class CompiledLayers:
         loops.Loop(compiled(self.dtype), call, num_threads).run()
         dtype = self.dtype
         outputs_NE = (features_NE if self.final_gains else x_NE).to(dtype)
-        if captured_NF is None:
+        if set(capture) <= {num_layers}:
             return outputs_NE, outputs_NE
         for place, index in enumerate(capture):
             if index == num_layers:

@@ -10,7 +10,6 @@ alone. In bfloat16, inputs and weights go in pairs, which some processors add by
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
-from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from tlt.base import loops
@@ -49,12 +48,12 @@ MOST_SUMS = 24 if "+avx512f" in _FEATURES else 6
 """Vectors of 16 that fit into the processor's registers beside weights and inputs."""
 
 MOST_ROWS = MOST_SUMS // 2 if MOST_SUMS > 6 else MOST_SUMS
-"""Of a block."""
+"""A block has at most so many."""
 
 
 @njit(inline="always")
-def most_panels(rows):  # type: ignore
-    """Of a block."""
+def panels_of_block(rows):  # type: ignore
+    """Few rows take more panels at once: a sum waits for its last product, so several must be under way."""
     return 4 if 4 * rows <= min(MOST_SUMS, 8) else 2 if 2 * rows <= MOST_SUMS else 1
 
 
@@ -82,7 +81,9 @@ class Panels:
     def multiply(self, x_NI: Tensor, base_NO: Tensor | None = None) -> Tensor:
         """base + x Wᵀ, in the matrix's dtype. base_NO: of N rows or one; None: zeros."""
         num_rows, width, dtype = len(x_NI), self.num_panels * LANES, self.weights.dtype
-        x_NI = x_NI.float().contiguous()
+        num_steps = self.weights.shape[1]
+        is_odd = self.num_in < num_steps * self.in_pairs
+        x_NI = (F.pad(x_NI, (0, 1)) if is_odd else x_NI).to(dtype).contiguous()
         out_NO = torch.empty(num_rows, width)
         if base_NO is not None:
             out_NO[:, : self.num_out] = base_NO
@@ -90,7 +91,7 @@ class Panels:
         num_products = x_NI.numel() * width
         num_threads = min(torch.get_num_threads(), 1 + num_products // PRODUCTS_PER_THREAD)
         num_items = min(_items_of(num_threads), self.num_panels)
-        sizes = (num_rows, self.num_in, self.num_panels, int(base_NO is not None))
+        sizes = (num_rows, num_steps, self.num_panels, int(base_NO is not None))
         call = np.array([(0, num_items, *addresses, *sizes)], _CALL)
         loops.Loop(self.function, call, num_threads).run()
         return out_NO[:, : self.num_out].to(dtype)
@@ -104,29 +105,25 @@ def _items_of(num_threads: int) -> int:
 _CALL = np.dtype(
     [
         *loops.HEAD,
-        *((name, "i8") for name in ("x", "weights", "out", "num_rows", "num_in", "num_panels", "adds")),
+        *((name, "i8") for name in ("x", "weights", "out", "num_rows", "num_steps", "num_panels", "adds")),
     ]
 )
 
 
-@cache
 def compiled(dtype: torch.dtype) -> int:
-    function = _product_float32 if dtype == torch.float32 else _product_bfloat16
-    # None before compiling
-    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
-    return address
+    return loops.compiled(_product_float32 if dtype == torch.float32 else _product_bfloat16)
 
 
 def _product_float32(data):  # type: ignore
-    _product(data, carray(data, 1, _CALL)[0], False)
+    _product(data, carray(data, 1, _CALL)[0], _FLOAT32)
 
 
 def _product_bfloat16(data):  # type: ignore
-    _product(data, carray(data, 1, _CALL)[0], True)
+    _product(data, carray(data, 1, _CALL)[0], _BFLOAT16)
 
 
 @njit(nogil=True, cache=True)
-def _product(data, call, is_bfloat16):  # type: ignore
+def _product(data, call, like):  # type: ignore
     while True:
         item = loops.take(data)
         if item >= call.num_items:
@@ -134,27 +131,33 @@ def _product(data, call, is_bfloat16):  # type: ignore
         first = call.num_panels * item // call.num_items
         end = call.num_panels * (item + 1) // call.num_items
         out, stride = call.out, call.num_panels * LANES
-        x = call.x, call.num_in
-        multiply_panels(
-            x, call.num_rows, call.num_in, (call.weights, is_bfloat16), first, end, (out, stride), call.adds
-        )
+        x = call.x, call.num_steps
+        weights = call.weights, like
+        multiply_panels(x, call.num_rows, call.num_steps, weights, first, end, (out, stride), call.adds)
 
 
 @njit(nogil=True, cache=True)
-def multiply_panels(x, num_rows, num_in, weights, first, end, out, adds):  # type: ignore
+def multiply_float32(x, num_rows, num_in, weights, first, end, out, adds):  # type: ignore
+    """`multiply_panels` of float32 inputs, rounded to the weights' type."""
+    words = _words(x[0], x[1], num_rows, num_in, weights[1])
+    if words.size:
+        num_in = (num_in + 1) // 2
+        x = np.int64(words.ctypes.data), num_in
+    multiply_panels(x, num_rows, num_in, weights, first, end, out, adds)
+    return words.size  # they live until here
+
+
+@njit(nogil=True, cache=True)
+def multiply_panels(x, num_rows, num_steps, weights, first, end, out, adds):  # type: ignore
     """Outputs of panels first … end - 1.
 
-    x, out: (address, numbers from row to row), in float32. weights: (address, whether they are bfloat16).
+    x: (address, words from row to row). out: the same, of float32. A word is a float32, or two bfloat16.
+    weights: (address, an array of such numbers).
     adds: whether to add to out, instead of overwriting it.
     """
     x_at, x_stride = x
-    weights_at, is_bfloat16 = weights
+    weights_at, like = weights
     out_at, stride = out
-    num_steps = num_in
-    if is_bfloat16:
-        pairs = _pairs(x_at, x_stride, num_rows, num_in)
-        num_steps = x_stride = (num_in + 1) // 2
-        x_at = np.int64(pairs.ctypes.data)
     num_blocks = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     for start in range(first, end, PANELS_AT_ONCE):
         stop = min(start + PANELS_AT_ONCE, end)
@@ -163,17 +166,38 @@ def multiply_panels(x, num_rows, num_in, weights, first, end, out, adds):  # typ
             rows = num_rows * (block + 1) // num_blocks - row
             panel = start
             while panel < stop:
-                panels = most_panels(rows)
+                panels = panels_of_block(rows)
                 if panel + panels > stop:
                     panels = 1
                 into = out_at + (row * stride + panel * LANES) * 4
                 from_weights = weights_at + panel * num_steps * LANES * 4
                 numbers = x_at + row * x_stride * 4, x_stride, from_weights, num_steps, into, stride, adds
-                if is_bfloat16:
-                    _block_bfloat16(8 * rows + panels, numbers)
-                else:
-                    _block_float32(8 * rows + panels, numbers)
+                _multiply_block(8 * rows + panels, numbers, like)
                 panel += panels
+
+
+_FLOAT32, _BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+
+
+def _words(x: Any, stride: Any, num_rows: Any, num_in: Any, like: Any) -> Any:
+    """Rows of float32 numbers as words of the weights' type; empty: they are already."""
+
+
+def _multiply_block(kind: Any, numbers: Any, like: Any) -> Any: ...
+
+
+@overload(_words)
+def _(x, stride, num_rows, num_in, like):  # type: ignore
+    if isinstance(like.dtype, types.Float):
+        return lambda x, stride, num_rows, num_in, like: np.empty(0, np.uint32)
+    return lambda x, stride, num_rows, num_in, like: _pairs(x, stride, num_rows, num_in)
+
+
+@overload(_multiply_block)
+def _(kind, numbers, like):  # type: ignore
+    if isinstance(like.dtype, types.Float):
+        return lambda kind, numbers, like: _block_float32(kind, numbers)
+    return lambda kind, numbers, like: _block_bfloat16(kind, numbers)
 
 
 @njit(nogil=True, cache=True)
@@ -200,7 +224,9 @@ _NUMBERS = types.UniTuple(types.int64, 7)  # type: ignore[no-untyped-call]
 
 
 def _block(is_bfloat16: bool) -> Any:
-    """LLVM divides vectors of 16 where the processor's are shorter, which changes no sum."""
+    """A function of 8 · rows + panels, and of (x's address and stride, weights' address, steps, out's address
+    and stride, whether to add). LLVM divides vectors of 16 where the processor's are shorter, which changes
+    no sum."""
 
     def type_block(typing_context, kind, numbers):  # type: ignore
         def generate(context, builder, signature, values):  # type: ignore
@@ -209,7 +235,7 @@ def _block(is_bfloat16: bool) -> Any:
             end = builder.append_basic_block("end")
             choice = builder.switch(kind, end)
             for num_rows in range(1, MOST_ROWS + 1):
-                for num_panels in {1, most_panels.py_func(num_rows)}:  # type: ignore[no-untyped-call]
+                for num_panels in {1, panels_of_block.py_func(num_rows)}:  # type: ignore[no-untyped-call]
                     start = builder.append_basic_block(f"rows{num_rows}x{num_panels}")
                     choice.add_case(ir.Constant(_I64, 8 * num_rows + num_panels), start)
                     builder.position_at_end(start)
@@ -226,6 +252,7 @@ def _block(is_bfloat16: bool) -> Any:
 def _generate_block(
     builder: Any, num_rows: int, num_panels: int, values: list[Any], is_bfloat16: bool
 ) -> None:
+    """A step reads a word of every row, and 16 words of every panel."""
     x, x_stride, weights, num_steps, out, stride, adds = values
     blocks = range(num_rows), range(num_panels)
 

@@ -7,19 +7,18 @@ threads may come.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.extending import overload
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 from tlt.models import compiled_attention
 from tlt.models.compiled_attention import attend_item, workspace
-from tlt.models.compiled_products import LANES, multiply_panels
+from tlt.models.compiled_products import LANES, multiply_float32
 
 LAYER = (
     "input_gains",
@@ -88,12 +87,8 @@ STAGES = 7
 """Of a layer; the final norm follows."""
 
 
-@cache
 def compiled(dtype: torch.dtype) -> int:
-    function = _run_float32 if dtype == torch.float32 else _run_bfloat16
-    # None before compiling
-    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
-    return address
+    return loops.compiled(_run_float32 if dtype == torch.float32 else _run_bfloat16)
 
 
 def _run_float32(data):  # type: ignore
@@ -216,8 +211,8 @@ def _norm(call, source, row, size, gains, target, to):  # type: ignore
 def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
     size = np.int64((attend.num_heads + _U64(2) * attend.num_kv_heads) * attend.head_dim)
     first, end = _part(call, part, size // LANES)
-    x, matrix = (source, call.num_read), (layers[at + _QKV], _is_bfloat16(like))
-    multiply_panels(x, call.num_tokens, call.num_read, matrix, first, end, (call.qkv, size), 0)
+    x, matrix = (source, call.num_read), (layers[at + _QKV], like)
+    multiply_float32(x, call.num_tokens, call.num_read, matrix, first, end, (call.qkv, size), 0)
     if layers[at + _QKV_BIAS]:
         qkv, bias = float32_at(call.qkv), float32_at(layers[at + _QKV_BIAS])
         for row in range(call.num_tokens):
@@ -259,8 +254,8 @@ def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
 def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
     """Adds a product to the residual stream. stride: numbers of x from row to row."""
     first, end = _part(call, part, call.hidden // LANES)
-    matrix, out = (weights, _is_bfloat16(like)), (call.x, call.hidden)
-    multiply_panels((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)
+    matrix, out = (weights, like), (call.x, call.hidden)
+    multiply_float32((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)
 
 
 @njit(inline="always")
@@ -268,9 +263,9 @@ def _gate_part(call, weights, part, like):  # type: ignore
     """silu(gate) · up, in place of gate."""
     size, num_panels = call.intermediate, call.intermediate // LANES
     first, end = _part(call, part, num_panels)
-    x, matrix, out = (call.normed, call.hidden), (weights, _is_bfloat16(like)), (call.gate_up, 2 * size)
-    multiply_panels(x, call.num_tokens, call.hidden, matrix, first, end, out, 0)
-    multiply_panels(x, call.num_tokens, call.hidden, matrix, num_panels + first, num_panels + end, out, 0)
+    x, matrix, out = (call.normed, call.hidden), (weights, like), (call.gate_up, 2 * size)
+    multiply_float32(x, call.num_tokens, call.hidden, matrix, first, end, out, 0)
+    multiply_float32(x, call.num_tokens, call.hidden, matrix, num_panels + first, num_panels + end, out, 0)
     for row in range(call.num_tokens):
         _gate(call.gate_up, row * 2 * size + first * LANES, (end - first) * LANES, size)
 
@@ -292,17 +287,8 @@ def _array_at(address: Any, like: Any) -> Any:
     """The array at an address, of numbers like these."""
 
 
-def _is_bfloat16(like: Any) -> Any: ...
-
-
 @overload(_array_at)
 def _(address, like):  # type: ignore
     if isinstance(like.dtype, types.Float):
         return lambda address, like: float32_at(address)
     return lambda address, like: uint16_at(address)
-
-
-@overload(_is_bfloat16)
-def _(like):  # type: ignore
-    is_bfloat16 = not isinstance(like.dtype, types.Float)
-    return lambda like: is_bfloat16

@@ -33,7 +33,7 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (compiled/products.py)."""
+    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (compiled_products.py)."""
 
     def __init__(
         self,

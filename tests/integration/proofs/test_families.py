@@ -1,12 +1,12 @@
 """The whole table of families: every published configuration beside transformers, by what benchmarks/families.py
-measures. `make test` has a part of it."""
+prints. `make test` has a part of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.families import measure
 from tests.unit.models.families import EVERY, reference
+from tests.unit.models.measured import measure
 from tests.unit.models.test_any import REFUSED
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tlt.base import loops as base_loops
 from tlt.drafter.eagle import EagleModel, PackedEagle
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
 from tlt.models import compiled as loops
@@ -96,10 +97,10 @@ def test_layers_captures_and_cache_are_those_of_one_operation_at_a_time(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.architecture)
 def test_a_row_has_the_same_bits_one_by_one_in_a_chain_and_in_a_batch(
-    config: ModelConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, dtype: torch.dtype
 ) -> None:
     target, tokens_BT = target_of(config, dtype), tokens_of(config)
-    layers, threads = random_layers(config, 3, dtype), torch.get_num_threads()
+    layers = random_layers(config, 3, dtype)
     together, captured = forward(target, layers, LENGTHS, tokens_BT, (0, 1))
     for b, length in enumerate(LENGTHS):
         alone = [layer[b : b + 1].clone() for layer in random_layers(config, 3, dtype)]
@@ -108,13 +109,40 @@ def test_a_row_has_the_same_bits_one_by_one_in_a_chain_and_in_a_batch(
             assert torch.equal(row[0, 0], together[b, t])
             assert torch.equal(kept[0, 0], captured[b, t])
         assert all(torch.equal(one[0], layer[b]) for one, layer in zip(alone, layers, strict=True))
+
+
+@pytest.mark.parametrize("has_openmp", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit_and_wait_for_each_other(
+    dtype: torch.dtype, has_openmp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, tokens_BT = target_of(CONFIGS[0], dtype), tokens_of(CONFIGS[0])
+    alone, _ = forward(target, random_layers(CONFIGS[0], 3, dtype), LENGTHS, tokens_BT)
     monkeypatch.setattr(compiled, "PRODUCTS_PER_THREAD", 1)
+    if not has_openmp:
+        monkeypatch.setattr(base_loops, "_gomp_parallel", lambda: None)
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(4)
-        in_threads, _ = forward(target, random_layers(config, 3, dtype), LENGTHS, tokens_BT)
+        for _ in range(20):
+            found, _ = forward(target, random_layers(CONFIGS[0], 3, dtype), LENGTHS, tokens_BT)
+            assert torch.equal(found, alone)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(in_threads, together)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"],
+)
+def test_a_number_that_is_none_shows_in_every_row(broken: str) -> None:
+    model = Transformer(CONFIGS[0]).initialize(0, 0.1)
+    with torch.no_grad():
+        model.get_parameter(broken).fill_(float("nan"))
+    target = PackedTransformer(CONFIGS[0], torch.float32)
+    target.load(dict(model.named_parameters()), 0)
+    found, _ = forward(target, random_layers(CONFIGS[0], 3, torch.float32), LENGTHS, tokens_of(CONFIGS[0]))
+    assert found.isnan().any(-1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -33,7 +33,7 @@ def test_products_are_those_of_exact_arithmetic(
     linear = PackedLinear(num_in, num_out, dtype, torch.device("cpu"), has_bias=has_bias)
     linear.load(weight, bias if has_bias else None)
     assert linear.weight is None, "a matrix exists once"
-    for rows in (1, 3, 40, 300):
+    for rows in (0, 1, 3, 40, 300):
         x, residual = random(rows, num_in, dtype=dtype, seed=2), random(rows, num_out, dtype=dtype, seed=3)
         exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
         close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * num_in**0.5}
@@ -72,9 +72,5 @@ def test_each_product_is_added_in_the_order_of_the_inputs_with_one_rounding() ->
     weight = torch.tensor([1.0, 2.0**-24, 2.0**-24, 2.0**-24, 2.0**-24, -1.0])
     panels.load(weight.expand(16, 6))
     assert panels.multiply(torch.ones(1, 6)).eq(0.0).all()
-    precise = torch.tensor([1.0 + 2.0**-12, -1.0 - 2.0**-11, 0.0, 0.0, 0.0, 0.0])
-    panels.load(precise.expand(16, 6))
-    found = panels.multiply(torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]))
-    assert found.eq(-1.0 - 2.0**-11).all()
     panels.load(torch.tensor([-1.0 - 2.0**-11, 1.0 + 2.0**-12, 0.0, 0.0, 0.0, 0.0]).expand(16, 6))
     assert panels.multiply(torch.tensor([[1.0, 1.0 + 2.0**-12, 0.0, 0.0, 0.0, 0.0]])).eq(2.0**-24).all()

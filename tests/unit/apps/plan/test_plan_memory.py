@@ -90,7 +90,7 @@ def test_a_kl_takes_a_second_policy_unless_adapters_leave_the_first_in_place(tmp
 
 
 OWN = {
-    name: ModelConfig(name, 61, 64, 192, 6, 4, 2, 16, max_positions=512)  # type: ignore[arg-type]
+    name: ModelConfig(name, 61, 64, 192, 6, 4, 2, 16, max_positions=512)  # type: ignore[arg-type]  # names of the tuple below
     for name in ("llama", "qwen2", "qwen3")
 }
 OTHERS = ("Qwen3-30B-A3B", "gpt-oss-20b", "gemma-3-1b", "gemma-2-2b", "granite-3.3-8b")
