@@ -22,6 +22,7 @@ class EngineSettings:
     window: tokens of the longest sequence; None: the model's.
     own_process: of vLLM's worker, as several vLLMs in one process need; features are then computed again for
         the drafter's training instead of captured.
+    equal_rows: whether a row's bits depend on that row alone.
     routes: of experts that are recorded, by our engine: of all tokens, or of the response's first
         `ROUTED_TOKENS` (sequence.py).
     """
@@ -39,6 +40,7 @@ class EngineSettings:
     vllm: VllmSection = field(default_factory=VllmSection)
     window: int | None = None
     own_process: bool = False
+    equal_rows: bool = False
     routes: Routes = "none"
 
     def cache_bytes(self) -> int:

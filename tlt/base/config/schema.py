@@ -69,6 +69,10 @@ class RunSection(DeviceSection):
     up and all ranks are started again."""
     threads_per_rank: Threads = 1
     """CPU threads of each rank."""
+    equal_rows: bool = False
+    """Whether a token's numbers depend on its own row alone: not on how many rows are computed with it, nor
+    on whether they are prompt, decoding, verification or update. Then speculation changes no token in
+    bfloat16 either."""
     checkpoint_every: NonNegativeInt = 10
     """Policy steps between checkpoints; 0: only at the end."""
     keep_checkpoints: PositiveInt = 2

@@ -23,5 +23,6 @@ def engine_settings(config: Config, device: torch.device | str) -> EngineSetting
         num_ranks=local_ranks(config),
         engine=rollout.engine,
         vllm=config.vllm,
+        equal_rows=config.run.equal_rows,
         routes="all" if rollout.router_replay else "first",
     )

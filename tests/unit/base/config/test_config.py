@@ -96,7 +96,7 @@ def test_json_round_trip_changes_nothing(folder: Path) -> None:
 
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
-run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples
+run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples equal_rows
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 model       path adapter revision chat_template_kwargs implementation
 lora        rank alpha rslora targets base_dtype
