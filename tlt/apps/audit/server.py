@@ -21,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tlt.base.io.files import parse_json
@@ -33,6 +33,7 @@ _FORMS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True},
     {"return_tokens_as_token_ids": True, "logprobs": 1},
 )
+_LOGPROBS = {"logprobs": 1}
 _TIMEOUT_SECONDS = 600
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 _WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -48,6 +49,8 @@ class Endpoint:
     vocab_size: int
     window: int
     api_key: str | None = field(default=None, repr=False)
+    with_logprobs: bool = False
+    """Whether responses carry log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,11 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
 def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
     """Tries with one token which option makes this server return token ids."""
     for form in _FORMS:
-        if read_token_ids(_ask(server, request, form, 1, None), server.url) is not None:
+        form = form | _LOGPROBS if server.with_logprobs else form
+        choice = _ask(server, request, form, 1, None)
+        if (ids := read_token_ids(choice, server.url)) is not None:
+            if server.with_logprobs:
+                read_logprobs(choice, server.url, range(len(ids)))
             return form
     raise UserError(
         f"--url: {server.url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
@@ -130,12 +137,13 @@ def _complete_one(
             "model that is audited"
         )
     finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
+    places = range(len(token_ids))
     return Rollout(
         request.problem_id,
         request.sample_index,
         request.prompt_ids,
         token_ids,
-        (),
+        read_logprobs(choice, server.url, places) if server.with_logprobs else (),
         finish_reason,
         policy_version=0,
     )
@@ -153,6 +161,32 @@ def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
         found = [re.fullmatch(r"token_id:([0-9]{1,9})", str(token)) for token in tokens]
         return [int(match[1]) for match in found if match] if all(found) else None
     return None
+
+
+def read_again(server: Endpoint, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the responses with their log-probabilities as tokens of a prompt (`echo`), one at a time.
+    Raises UserError where the server does not give them."""
+    found = []
+    for rollout in rollouts:
+        ids = [*rollout.prompt_ids, *rollout.token_ids]
+        asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True}
+        choice = _choice(server, asked | _LOGPROBS, None)
+        places = range(len(rollout.prompt_ids), len(ids))
+        found.append(replace(rollout, logprobs=read_logprobs(choice, server.url, places)))
+    return found
+
+
+def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[float, ...]:
+    """Floats exactly as they are printed. Raises UserError where there are none at these places."""
+    logprobs = choice.get("logprobs")
+    found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    values = found[places.start : places.stop] if isinstance(found, list) else []
+    if len(values) < len(places) or not all(type(one) in (int, float) for one in values):
+        raise UserError(
+            f"--url: {url} returns no log-probability of each token (option logprobs, list token_logprobs); "
+            "audit a server that does, or --test law"
+        )
+    return tuple(map(float, values))
 
 
 def _ask(
@@ -175,6 +209,10 @@ def _ask(
         **{name: value for name, (value, off) in optional.items() if value != off},
         **form,
     }
+    return _choice(server, payload, gives_up)
+
+
+def _choice(server: Endpoint, payload: dict[str, Any], gives_up: threading.Event | None) -> dict[str, Any]:
     match _post_patiently(server, payload, gives_up):
         case {"choices": [dict() as choice]}:
             return choice
