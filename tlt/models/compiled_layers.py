@@ -11,7 +11,7 @@ products numbers are float32; with weights in bfloat16 a product reads its input
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -56,6 +56,13 @@ def can_compile(config: ModelConfig, layer: LayerWeights) -> bool:
     """Whether its matrices are panels of which none is padded."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
     return layer.down_linear.panels is not None and all(size % LANES == 0 for size in sizes)
+
+
+class Call(NamedTuple):
+    """arrays: those that the record points to, which must live until it has run."""
+
+    record: Any
+    arrays: Mapping[str, Any]
 
 
 class CompiledLayers:
@@ -109,55 +116,23 @@ class CompiledLayers:
         read_NI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(outputs, captured_NF), as `Target.forward_capturing`. read_NI: see `run_layer`."""
-        if self.table_LC is None:
-            self._fill_table()
-        c, table_LC = self.config, self.table_LC
-        N, E, F = len(x_NE), c.hidden_size, c.intermediate_size
-        num_layers = len(self.layers)
+        N, E, num_layers = len(x_NE), self.config.hidden_size, len(self.layers)
         x_NE = x_NE.float().clone()
-        read_NI = None if read_NI is None else read_NI.float().contiguous()
         cos_ND, sin_ND = (part.reshape(N, -1).float() for part in rope)
-        width = max(self.num_read, E)
-        normed, gate_up = torch.empty(N, width), torch.empty(N, 2 * F)
-        qkv_NA, mixed_NA = torch.empty(N, c.num_qkv * c.head_dim), torch.empty(N, c.num_heads * c.head_dim)
-        features_NE = torch.empty(N, E)
         captured_NF = torch.empty(N, len(capture) * E)
-        table_LC[:, CAPTURED] = 0
+        features_NE = torch.empty(N, E)
+        counters = np.zeros((self.num_counted, 2), np.int64)
+        given = {"x": x_NE, "cos": cos_ND, "sin": sin_ND, "features": features_NE, "counters": counters}
+        if read_NI is not None:
+            given["read"] = read_NI.float().contiguous()
+        num_threads = self.num_threads(N, self.num_weights)
+        call = self.prepare(given, attend, num_threads)
+        call.record["captured_width"] = len(capture) * E
+        assert self.table_LC is not None
         for place, index in enumerate(capture):
             if index < num_layers:
-                table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
-        table_LC[:, CACHE] = [layer.data_ptr() for layer in attend.layers]
-        num_threads = self._num_threads(N)
-        counters = np.zeros(2 * (STAGES * num_layers + 1), np.int64)
-        call = np.zeros(1, CALL)
-        numbers = {
-            "num_items": num_threads,
-            "attention": attend.call.ctypes.data,
-            "qkv": qkv_NA.data_ptr(),
-            "layers": table_LC.ctypes.data,
-            "counters": counters.ctypes.data,
-            "x": x_NE.data_ptr(),
-            "read": 0 if read_NI is None else read_NI.data_ptr(),
-            "normed": normed.data_ptr(),
-            "mixed": mixed_NA.data_ptr(),
-            "gate_up": gate_up.data_ptr(),
-            "cos": cos_ND.data_ptr(),
-            "sin": sin_ND.data_ptr(),
-            "final_gains": self.final_gains,
-            "features": features_NE.data_ptr(),
-            "num_layers": num_layers,
-            "num_tokens": N,
-            "num_sequences": len(attend.rows),
-            "hidden": E,
-            "num_read": self.num_read,
-            "intermediate": F,
-            "captured_width": len(capture) * E,
-            "parts": 1 if num_threads == 1 else 2 * num_threads,
-            "eps": c.rms_norm_eps,
-        }
-        for name, number in numbers.items():
-            call[name] = number
-        loops.Loop(compiled(self.dtype), call, num_threads).run()
+                self.table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
+        loops.Loop(compiled(self.dtype), call.record, num_threads).run()
         dtype = self.dtype
         outputs_NE = (features_NE if self.final_gains else x_NE).to(dtype)
         if set(capture) <= {num_layers}:
@@ -167,10 +142,59 @@ class CompiledLayers:
                 captured_NF[:, place * E : (place + 1) * E] = outputs_NE
         return outputs_NE, captured_NF.to(dtype)
 
-    def _num_threads(self, num_tokens: int) -> int:
+    def prepare(self, given: Mapping[str, Any], attend: CompiledAttention, num_threads: int) -> Call:
+        """given: x, cos, sin, counters and, where they are needed, read and features; by token, float32. Captures
+        nothing."""
+        if self.table_LC is None:
+            self._fill_table()
+        c, table_LC, N = self.config, self.table_LC, len(given["x"])
+        assert table_LC is not None
+        table_LC[:, CAPTURED] = 0
+        table_LC[:, CACHE] = [layer.data_ptr() for layer in attend.layers]
+        sizes = {
+            "normed": max(self.num_read, c.hidden_size),
+            "qkv": c.num_qkv * c.head_dim,
+            "mixed": c.num_heads * c.head_dim,
+            "gate_up": 2 * c.intermediate_size,
+        }
+        arrays = dict(given) | {name: torch.empty(N, size) for name, size in sizes.items()}
+        arrays |= {"layers": table_LC, "attention": attend.call}
+        numbers = {
+            "num_items": num_threads,
+            "final_gains": self.final_gains,
+            "num_layers": len(self.layers),
+            "num_tokens": N,
+            "num_sequences": len(attend.rows),
+            "hidden": c.hidden_size,
+            "num_read": self.num_read,
+            "intermediate": c.intermediate_size,
+            "parts": 1 if num_threads == 1 else 2 * num_threads,
+            "eps": c.rms_norm_eps,
+        }
+        numbers |= {name: address_of(array) for name, array in arrays.items()}
+        return Call(np.array([tuple(numbers.get(name, 0) for name in CALL.fields)], CALL), arrays)
+
+    @property
+    def num_counted(self) -> int:
+        """Stages."""
+        return STAGES * len(self.layers) + 1
+
+    @property
+    def num_weights(self) -> int:
+        """Of a layer."""
         c = self.config
-        num_weights = c.hidden_size * (2 * c.num_heads * c.head_dim + 3 * c.intermediate_size)
-        return min(torch.get_num_threads(), 1 + num_tokens * num_weights // (STAGES * PRODUCTS_PER_THREAD))
+        return c.hidden_size * (2 * c.num_heads * c.head_dim + 3 * c.intermediate_size)
+
+    def num_threads(self, num_tokens: int, num_weights: int) -> int:
+        """num_weights: of one pass through the stages of a layer."""
+        wanted = 1 + num_tokens * num_weights // (STAGES * PRODUCTS_PER_THREAD)
+        return min(torch.get_num_threads(), wanted)
+
+
+def address_of(array: Any) -> int:
+    """array: of PyTorch or NumPy."""
+    address: int = array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
+    return address
 
 
 def _panels(linear: Linear) -> Panels:

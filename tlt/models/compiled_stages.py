@@ -85,6 +85,8 @@ _F32, _U64 = np.float32, np.uint64
 _READ, _PROJECT, _ATTEND, _ADD, _NORM, _GATE, _DOWN_AND_ADD = range(7)
 STAGES = 7
 """Of a layer; the final norm follows."""
+COUNTER_BYTES = 16
+"""Of a stage."""
 
 
 def compiled(dtype: torch.dtype) -> int:
@@ -108,20 +110,26 @@ def _run_bfloat16(data):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _run(call, attend, qkv, like, mixed):  # type: ignore
-    """like: an array of the weights' and caches' numbers."""
-    work = workspace(attend)
+    run_layers(call, attend, (qkv, mixed), workspace(attend), like)
+
+
+@njit(nogil=True, cache=True)
+def run_layers(call, attend, heads, work, like):  # type: ignore
+    """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the weights'
+    and caches' numbers."""
     num_heads = call.num_sequences * np.int64(attend.num_kv_heads)
     for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
         num_items = num_heads if stage % STAGES == _ATTEND else call.parts
+        counter = call.counters + COUNTER_BYTES * stage
         while True:
-            item = _take(call, stage, num_items)
+            item = take(counter, num_items)
             if item < 0:
                 break
             if stage == call.num_layers * STAGES:
                 _norm_part(call, call.final_gains, call.features, item)
             else:
-                _do(call, attend, stage, item, (qkv, mixed), work, like)
-            loops.add_to(_counter(call, stage) + 8, 1)
+                _do(call, attend, stage, item, heads, work, like)
+            finish(counter)
 
 
 @njit(inline="always")
@@ -135,7 +143,7 @@ def _do(call, attend, number, item, heads, work, like):  # type: ignore
         source = call.normed if layers[at + _NUM_NORMS] else read
         _qkv_part(call, attend, layers, at, source, item, like)
     elif stage == _ATTEND:
-        arrays = heads[0], _array_at(layers[at + CACHE], like), heads[1]
+        arrays = heads[0], array_at(layers[at + CACHE], like), heads[1]
         _attend_part(call, attend, layers[at + _QK_GAINS], item, arrays, work)
     elif stage == _ADD:
         num_attended = np.int64(attend.num_heads * attend.head_dim)
@@ -150,25 +158,23 @@ def _do(call, attend, number, item, heads, work, like):  # type: ignore
         )
 
 
-@njit(inline="always")
-def _counter(call, stage):  # type: ignore
-    """Address of (items taken, items done)."""
-    return call.counters + 16 * stage
-
-
 @njit(nogil=True, cache=True)
-def _take(call, stage, num_items):  # type: ignore
-    """The next item; -1: all are done."""
-    at = _counter(call, stage)
-    item = loops.add_to(at, 1)
+def take(counter, num_items):  # type: ignore
+    """The next item of a stage; -1: all are done. counter: the address of (items taken, items done)."""
+    item = loops.add_to(counter, 1)
     if item < num_items:
         return item
-    loops.wait_for(at + 8, num_items)
+    loops.wait_for(counter + 8, num_items)
     return np.int64(-1)
 
 
 @njit(inline="always")
-def _part(call, part, size):  # type: ignore
+def finish(counter):  # type: ignore
+    loops.add_to(counter + 8, 1)
+
+
+@njit(inline="always")
+def share(call, part, size):  # type: ignore
     """(first, end) of one of `parts` equal shares."""
     return size * part // call.parts, size * (part + 1) // call.parts
 
@@ -177,7 +183,7 @@ def _part(call, part, size):  # type: ignore
 def _read_part(call, layers, at, read, part):  # type: ignore
     """Keeps what is captured, and normalizes what attention reads."""
     num_norms, gains, hidden = layers[at + _NUM_NORMS], layers[at + _INPUT_GAINS], call.hidden
-    start, end = _part(call, part, call.num_tokens)
+    start, end = share(call, part, call.num_tokens)
     for row in range(start, end):
         if layers[at + CAPTURED]:
             x, kept = float32_at(call.x), float32_at(layers[at + CAPTURED])
@@ -185,18 +191,18 @@ def _read_part(call, layers, at, read, part):  # type: ignore
                 kept[_U64(row * call.captured_width + i)] = x[_U64(row * hidden + i)]
         for norm in range(num_norms):
             vector = row * num_norms + norm
-            _norm(call, read, vector, hidden, gains + 4 * norm * hidden, call.normed, vector * hidden)
+            norm_row(call, read, vector, hidden, gains + 4 * norm * hidden, call.normed, vector * hidden)
 
 
 @njit(nogil=True, cache=True)
 def _norm_part(call, gains, target, part):  # type: ignore
-    first, end = _part(call, part, call.num_tokens)
+    first, end = share(call, part, call.num_tokens)
     for row in range(first, end):
-        _norm(call, call.x, row, call.hidden, gains, target, row * call.hidden)
+        norm_row(call, call.x, row, call.hidden, gains, target, row * call.hidden)
 
 
 @njit(nogil=True, cache=True, fastmath=REORDERED)
-def _norm(call, source, row, size, gains, target, to):  # type: ignore
+def norm_row(call, source, row, size, gains, target, to):  # type: ignore
     """x / sqrt(mean(x²) + eps) · gain."""
     source, gains, target, at = float32_at(source), float32_at(gains), float32_at(target), _U64(row * size)
     total = _F32(0)
@@ -210,7 +216,7 @@ def _norm(call, source, row, size, gains, target, to):  # type: ignore
 @njit(inline="always")
 def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
     size = np.int64((attend.num_heads + _U64(2) * attend.num_kv_heads) * attend.head_dim)
-    first, end = _part(call, part, size // LANES)
+    first, end = share(call, part, size // LANES)
     x, matrix = (source, call.num_read), (layers[at + _QKV], like)
     multiply_float32(x, call.num_tokens, call.num_read, matrix, first, end, (call.qkv, size), 0)
     if layers[at + _QKV_BIAS]:
@@ -241,7 +247,7 @@ def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
     vector = token * (attend.num_heads + _U64(2) * attend.num_kv_heads) + head
     if gains:
         at = gains + np.int64(_U64(4) * head * dim)
-        _norm(call, call.qkv, vector, dim, at, call.qkv, vector * dim)
+        norm_row(call, call.qkv, vector, dim, at, call.qkv, vector * dim)
     cos, sin = float32_at(call.cos), float32_at(call.sin)
     at, of = vector * dim, token * dim
     for i in range(half):
@@ -253,7 +259,7 @@ def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
 @njit(inline="always")
 def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
     """Adds a product to the residual stream. stride: numbers of x from row to row."""
-    first, end = _part(call, part, call.hidden // LANES)
+    first, end = share(call, part, call.hidden // LANES)
     matrix, out = (weights, like), (call.x, call.hidden)
     multiply_float32((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)
 
@@ -262,7 +268,7 @@ def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
 def _gate_part(call, weights, part, like):  # type: ignore
     """silu(gate) · up, in place of gate."""
     size, num_panels = call.intermediate, call.intermediate // LANES
-    first, end = _part(call, part, num_panels)
+    first, end = share(call, part, num_panels)
     x, matrix, out = (call.normed, call.hidden), (weights, like), (call.gate_up, 2 * size)
     multiply_float32(x, call.num_tokens, call.hidden, matrix, first, end, out, 0)
     multiply_float32(x, call.num_tokens, call.hidden, matrix, num_panels + first, num_panels + end, out, 0)
@@ -283,11 +289,11 @@ def _gate(numbers, at, count, size):  # type: ignore
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _array_at(address: Any, like: Any) -> Any:
+def array_at(address: Any, like: Any) -> Any:
     """The array at an address, of numbers like these."""
 
 
-@overload(_array_at)
+@overload(array_at)
 def _(address, like):  # type: ignore
     if isinstance(like.dtype, types.Float):
         return lambda address, like: float32_at(address)
