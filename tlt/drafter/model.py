@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from tlt.models.decoder import Linear, RMSNorm, randomize_matrices
 from tlt.models.packed import PackedLinear, PackedNorm
 from tlt.models.rope import Rope
 from tlt.models.target import Target
+
+if TYPE_CHECKING:
+    from tlt.models.compiled_products import Panels
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids → the target's embeddings, in the drafter's dtype."""
@@ -180,13 +183,25 @@ class PackedDrafter(ABC):
         """[..., draft vocabulary]; borrowed rows follow the target's current head."""
         if self.config.has_norm:
             hidden = self.norm(hidden)
-        if self.head is None:
+        if (head := self._current_head(target)) is None:
             return target.logits(hidden)
-        if not self.config.owns_head and self._head_version != target.version:
-            self.head.load(target.head_VE[self.token_ids])
-            self._head_version = target.version
-        products_MV = self.head(hidden.reshape(-1, hidden.shape[-1]))
+        products_MV = head(hidden.reshape(-1, hidden.shape[-1]))
         return self.config.layer.finish_logits(products_MV).view(*hidden.shape[:-1], -1)
+
+    def head_panels(self, target: Target) -> Panels | None:
+        """As `Target.head_panels`."""
+        head, layer = self._current_head(target), self.config.layer
+        if layer.head_scale != 1.0 or layer.head_softcap is not None:
+            return None
+        return target.head_panels if head is None else head.panels
+
+    def _current_head(self, target: Target) -> PackedLinear | None:
+        """None: the target's."""
+        if self.head is None or self.config.owns_head or self._head_version == target.version:
+            return self.head
+        self.head.load(target.head_VE[self.token_ids])
+        self._head_version = target.version
+        return self.head
 
 
 def find_mismatch(model: DraftModel, tensors: Mapping[str, Tensor]) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from tlt.models import compiled
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, run_layer
 from tlt.models.rope import Rope
 from tlt.models.target import Target
+
+if TYPE_CHECKING:
+    from tlt.models.compiled_products import Panels
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
@@ -240,6 +244,10 @@ class PackedTransformer(Target):
 
     def logits(self, features: Tensor) -> Tensor:
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
+
+    @property
+    def head_panels(self) -> Panels | None:
+        return self.head_linear.panels
 
 
 def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import ModelConfig
+
+if TYPE_CHECKING:
+    from tlt.models.compiled_products import Panels
 
 
 class Attention(Protocol):
@@ -59,6 +62,11 @@ class Target:
 
     def logits(self, features: Tensor) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def head_panels(self) -> Panels | None:
+        """The matrix of which `logits` are the products, for compiled loops; None: they are made otherwise."""
+        return None
 
     @cached_property
     def unsound_V(self) -> Tensor | None:

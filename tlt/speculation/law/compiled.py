@@ -202,11 +202,17 @@ def _noise_rows(first, end, keys, positions, token_ids, noise):  # type: ignore
     words = np.empty(CHUNK, np.uint32)
     for row in range(first, end):
         for start in range(0, noise.shape[1], CHUNK):
-            if token_ids.shape[0]:
-                _words_of(token_ids[start : start + CHUNK], keys[row], positions[row], words)
-            else:
-                _philox_words(start // 4, keys[row], positions[row], words)
-            _near_noise(words, noise[row, start : start + CHUNK])
+            near_noise(start, token_ids, keys[row], positions[row], words, noise[row, start : start + CHUNK])
+
+
+@njit(nogil=True, cache=True)
+def near_noise(start, token_ids, key, position, words, noise):  # type: ignore
+    """Writes the noise of tokens start …, or of token_ids[start:], within 2⁻¹⁹. words: room for CHUNK."""
+    if token_ids.shape[0]:
+        _words_of(token_ids[start : start + noise.shape[0]], key, position, words)
+    else:
+        _philox_words(start // 4, key, position, words)
+    _near_noise(words, noise)
 
 
 @njit(nogil=True, cache=True)

@@ -21,6 +21,7 @@ from tlt.drafter.protocol import DraftContext
 from tlt.models.graphs import Graphs, Outputs
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
+from tlt.speculation.law.draw import LevelNoise
 
 
 class Levels(ABC):
@@ -65,6 +66,13 @@ class DraftCache(ABC):
     @abstractmethod
     def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
         """roots_B1: the last committed tokens."""
+
+    def draft_chain(
+        self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Reads what is new and drafts, in one call of compiled loops. Returns tokens [B, depth + 1], roots
+        first, and the logits behind the roots, [B, V]; None: a chain is drafted level by level."""
+        return None
 
     def admit(self, slot: int) -> None:
         self.firsts[slot] = self.counts[slot] = 0

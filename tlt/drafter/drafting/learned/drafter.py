@@ -183,9 +183,11 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     ) -> LearnedProposal:
         if self.choice is not None:
             self.choice.look(context)
+        is_judged = self.tau_search.judges_next()
+        if (drafted := self._chain_in_one_call(context, strategy, noise, is_judged)) is not None:
+            return drafted
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        is_judged = self.tau_search.judges_next()
         front = _Front(context.params, strategy, noise, discarded, roots_B1, levels, is_judged)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
@@ -209,6 +211,23 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
+
+    def _chain_in_one_call(
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, is_judged: bool
+    ) -> LearnedProposal | None:
+        """None: it is drafted level by level."""
+        if strategy.width > 1 or noise.levels is None or self.on_verdicts is not None:
+            return None
+        drafted = self.memory.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
+        if drafted is None:
+            return None
+        tokens_BN, logits_BV = drafted
+        guesses_BK: Tensor | None = None
+        if is_judged:
+            scaled_B1V = context.params.scale(logits_BV[:, None])
+            noise_BV = noise.of_level(0, self.model.token_ids)
+            guesses_BK = self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)
+        return LearnedProposal(chain(tokens_BN), guesses_BK)
 
     def _chain(self, front: _Front) -> LearnedProposal:
         depth = self._depth(front.strategy)

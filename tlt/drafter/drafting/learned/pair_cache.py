@@ -20,6 +20,7 @@ its outputs need not resemble features.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,11 +31,15 @@ from tlt.drafter.drafting.learned.draft_cache import DraftCache, Levels
 from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.protocol import DraftContext
-from tlt.models.attention import StoringPrefill, cached
+from tlt.models.attention import FEW_TOKENS, StoringPrefill, cached
 from tlt.models.graphs import MOST_TOKENS, padded_length
 from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
 from tlt.models.target import Target
+from tlt.speculation.law.draw import LevelNoise
 from tlt.speculation.law.tree import chain_mask, tree_mask
+
+if TYPE_CHECKING:
+    from tlt.drafter.drafting.learned.compiled_chain import CompiledChain
 
 _CATCH_UP_TOKENS = 256
 """Most pairs per sequence in one forward; PREFILL_TOKENS bounds the sum."""
@@ -64,30 +69,56 @@ class PairCache(DraftCache):
         self, model: PackedEagle, target: Target, captured_size: int, window: int, max_slots: int
     ) -> None:
         super().__init__(model, target, captured_size, window, max_slots, SPARE_COLUMNS, least=2)
+        self.chain: CompiledChain | None = None
+        if model.compiled is not None:
+            from tlt.drafter.drafting.learned.compiled_chain import CompiledChain
+
+            self.chain = CompiledChain(model, target)
 
     def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
         return PairLevels(self, self.catch_up(context, room))
 
+    def draft_chain(
+        self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
+    ) -> tuple[Tensor, Tensor] | None:
+        if self.chain is None or not self.chain.can_draft():
+            return None
+        from tlt.drafter.drafting.learned.compiled_chain import ChainLaw, Missing
+
+        starts, num_pairs = self._enter(context, depth)
+        if max(end - start for start, end in zip(starts, num_pairs, strict=True)) > FEW_TOKENS:
+            starts = [end - 1 for end in num_pairs]
+            self._read_missing(context, self.counts[: len(starts)], starts)
+        firsts, slots, positions = self.firsts[: len(starts)], list[int](), list[int]()
+        for slot, (first, start, end) in enumerate(zip(firsts, starts, num_pairs, strict=True)):
+            slots += [slot] * (end - start)
+            positions += range(first + start, first + end)
+        features_NF = self.history.gather(torch.tensor(slots), torch.tensor(positions))
+        tokens = [t[first + start + 1 :] for t, first, start in zip(context.tokens, firsts, starts, strict=True)]
+        missing = Missing(tokens, features_NF, starts, firsts)
+        law = ChainLaw(noise, context.params.inverse_temperature_B11, tau)
+        drafted = self.chain.draft(missing, self.cache.layers, law, depth)
+        self.counts[: len(starts)] = num_pairs
+        return drafted
+
     def catch_up(self, context: DraftContext, room: int) -> CaughtUp:
-        """room: columns that drafting needs behind the pairs."""
-        num_rows = len(context.tokens)
-        starts, firsts = self._enter(context), self.firsts[:num_rows]
-        num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, firsts, strict=True)]
-        self.hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
-        offsets_B1 = upload(firsts, self.model.device)[:, None] if any(firsts) else None
-        hidden_BE, ends_B = self._read_missing(context, starts, num_pairs, offsets_B1)
-        self.counts[:num_rows] = num_pairs
+        starts, num_pairs = self._enter(context, room)
+        hidden_BE, ends_B, offsets_B1 = self._read_missing(context, starts, num_pairs)
+        self.counts[: len(starts)] = num_pairs
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
-    def _enter(self, context: DraftContext) -> list[int]:
+    def _enter(self, context: DraftContext, room: int) -> tuple[list[int], list[int]]:
         """Reads all but the last pair of sequences that are not cached, or whose next pair has left the
-        window. Returns the number of cached pairs by row."""
+        window. Returns, by row, the number of cached pairs, and that of all. room: columns that drafting
+        needs behind the pairs."""
         entering, copies = self.restart(context)
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
         self.share(copies)
-        return self.counts[: len(context.tokens)]
+        num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, self.firsts, strict=False)]
+        self.hold(len(num_pairs), max(num_pairs) + room + _CATCH_UP_TOKENS)
+        return self.counts[: len(num_pairs)], num_pairs
 
     def _prefill(self, context: DraftContext, slots: list[int]) -> None:
         device = self.model.device
@@ -106,13 +137,14 @@ class PairCache(DraftCache):
             self.counts[slot] = length
 
     def _read_missing(
-        self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output of each last pair, and num_pairs on the device. Rows with fewer missing pairs
-        write garbage behind their end, in columns that drafting overwrites."""
+        self, context: DraftContext, starts: list[int], num_pairs: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the output of each last pair, num_pairs on the device, and `CaughtUp.offsets_B1`. Rows with
+        fewer missing pairs write garbage behind their end, in columns that drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
+        offsets_B1 = upload(firsts, device)[:, None] if any(firsts) else None
         most = min(_CATCH_UP_TOKENS, max(1, PREFILL_TOKENS // len(missing)))
         rows_B = torch.arange(len(missing), device=device)
         hidden_BE: Tensor | None = None
@@ -149,7 +181,7 @@ class PairCache(DraftCache):
             hidden_BE = last_BE if hidden_BE is None else torch.where(is_read_B1, hidden_BE, last_BE)
             done += width
         assert hidden_BE is not None, "the last pair of every sequence is missing"
-        return hidden_BE, ends_B
+        return hidden_BE, ends_B, offsets_B1
 
     def _replay(
         self,

@@ -1,0 +1,250 @@
+"""The stages of a drafted chain, as compiled loops: see compiled_chain.py.
+
+    a level   read ─▶ fc ─▶ stream ─▶ [ the layer: compiled_stages.py ] ─▶ output ─▶ head ─▶ choose
+
+Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of a stage: equal
+shares of rows or of panels; of the last, sequences. `eagle.py`, `drafter.py` and `pair_cache.py` are the
+reference: with weights in bfloat16 numbers are rounded where they are tensors there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray, njit  # type: ignore[attr-defined]  # carray is public and not listed
+
+from tlt.base import loops
+from tlt.base.loops import as_pointer, float32_at, int64_at
+from tlt.models.compiled_attention import call_at, narrow, widen, workspace
+from tlt.models.compiled_products import LANES, multiply_float32
+from tlt.models.compiled_stages import (
+    CALL,
+    COUNTER_BYTES,
+    STAGES,
+    array_at,
+    finish,
+    norm_row,
+    run_layers,
+    share,
+    take,
+)
+from tlt.speculation.law.compiled import CHUNK, near_noise
+
+_ADDRESSES = (
+    "calls",
+    "tokens",
+    "new_tokens",
+    "features",
+    "embedding",
+    "pair",
+    "fc",
+    "fc_bias",
+    "fc_in",
+    "fc_out",
+    "stream_gains",
+    "last",
+    "hidden",
+    "norm_gains",
+    "outputs",
+    "head",
+    "logits",
+    "later_logits",
+    "ends",
+    "columns",
+    "rows",
+    "keys",
+    "positions",
+    "token_ids",
+    "inverse_temperatures",
+    "noise_scales",
+)
+_SIZES = ("num_rows", "depth", "captured", "fc_size", "fc_in_width", "fc_out_width", "fc_levels", "num_draft")
+DRAFT = np.dtype([*loops.HEAD, *((name, "i8") for name in (*_ADDRESSES, *_SIZES)), ("sharpness", "f8")])
+"""calls: a record of compiled_stages.py per level; the first is of the missing pairs. fc_levels: so many
+levels read fc. sharpness: 1 / tau. Zero stands for no bias, gains, token ids, temperatures or scales."""
+
+_READ, _FC, _STREAM, _OUTPUT, _HEAD, _CHOOSE = range(6)
+NUM_COUNTED = 6 + STAGES + 1
+"""Stages of a level; the layer's are counted first."""
+_F32, _U32, _U64 = np.float32, np.uint32, np.uint64
+_FLOAT32, _BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+
+
+def compiled(dtype: torch.dtype) -> int:
+    return loops.compiled(_draft_float32 if dtype == torch.float32 else _draft_bfloat16)
+
+
+def _draft_float32(data):  # type: ignore
+    _draft(carray(data, 1, DRAFT)[0], _FLOAT32)
+
+
+def _draft_bfloat16(data):  # type: ignore
+    _draft(carray(data, 1, DRAFT)[0], _BFLOAT16)
+
+
+@njit(nogil=True, cache=True)
+def _draft(draft, like):  # type: ignore
+    calls = carray(as_pointer(draft.calls), 1, CALL)
+    layer_work = workspace(call_at(calls[_U64(0)].attention))
+    work = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.float32)
+    for level in range(draft.depth):
+        call = calls[_U64(level)]
+        for stage in (_READ, _FC, _STREAM):
+            _run_stage(draft, call, level, stage, work, like)
+        heads = float32_at(call.qkv), float32_at(call.mixed)
+        run_layers(call, call_at(call.attention), heads, layer_work, like)
+        for stage in (_OUTPUT, _HEAD, _CHOOSE):
+            _run_stage(draft, call, level, stage, work, like)
+
+
+@njit(nogil=True, cache=True)
+def _run_stage(draft, call, level, stage, work, like):  # type: ignore
+    counter = call.counters + COUNTER_BYTES * (STAGES + 1 + stage)
+    num_items = draft.num_rows if stage == _CHOOSE else call.parts
+    while True:
+        item = take(counter, num_items)
+        if item < 0:
+            break
+        if stage == _READ:
+            _read(draft, call, level, item, like)
+        elif stage == _FC:
+            if level < draft.fc_levels:
+                _join(draft, call, item, like)
+        elif stage == _STREAM:
+            _start_stream(draft, call, level, item, like)
+        elif stage == _OUTPUT:
+            _output(draft, call, level, item, like)
+        elif stage == _HEAD:
+            first, end = share(call, item, _width(draft) // LANES)
+            x, out = (draft.outputs, call.hidden), (_logits(draft, level), _width(draft))
+            multiply_float32(x, draft.num_rows, call.hidden, (draft.head, like), first, end, out, 0)
+        else:
+            _choose(draft, level, item, work, like)
+        finish(counter)
+
+
+@njit(inline="always")
+def _width(draft):  # type: ignore
+    """Logits of a row, those of the last panel's padding among them."""
+    return (draft.num_draft + LANES - 1) // LANES * LANES
+
+
+@njit(inline="always")
+def _logits(draft, level):  # type: ignore
+    return draft.later_logits if level else draft.logits
+
+
+@njit(inline="always")
+def _rounded(number, like):  # type: ignore
+    """As the weights' type stores it."""
+    return widen(narrow(number, like[_U64(0)]))
+
+
+# ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(nogil=True, cache=True)
+def _read(draft, call, level, part, like):  # type: ignore
+    """The pairs: embeddings beside features or, of drafted tokens, the drafter's own outputs."""
+    size, embedding, features = call.hidden, array_at(draft.embedding, like), array_at(draft.features, like)
+    pair, given, hidden = float32_at(draft.pair), float32_at(draft.fc_in), float32_at(draft.hidden)
+    first, end = share(call, part, call.num_tokens)
+    for row in range(first, end):
+        if level == 0:
+            token = int64_at(draft.new_tokens)[_U64(row)]
+            # EAGLE's fc reads the pair, EAGLE-3's the features alone
+            num, at = draft.fc_size, row * draft.fc_in_width
+            if draft.fc_in == draft.pair:
+                num, at = size, at + size
+            for i in range(num):
+                given[_U64(at + i)] = widen(features[_U64(row * draft.captured + i)])
+        else:
+            token = int64_at(draft.tokens)[_U64(row * (draft.depth + 1) + level)]
+            column = int64_at(draft.ends)[_U64(row)] + level - 1
+            int64_at(draft.columns)[_U64(row)] = column
+            int64_at(draft.rows)[_U64(3 * row + 2)] = column + 1
+            for i in range(size):
+                pair[_U64((2 * row + 1) * size + i)] = hidden[_U64(row * size + i)]
+        for i in range(size):
+            pair[_U64(2 * row * size + i)] = widen(embedding[_U64(token * size + i)])
+
+
+@njit(nogil=True, cache=True)
+def _join(draft, call, part, like):  # type: ignore
+    first, end = share(call, part, call.hidden // LANES)
+    x, width = (draft.fc_in, draft.fc_in_width), draft.fc_out_width
+    multiply_float32(x, call.num_tokens, draft.fc_size, (draft.fc, like), first, end, (draft.fc_out, width), 0)
+    if draft.fc_bias:
+        out, bias = float32_at(draft.fc_out), float32_at(draft.fc_bias)
+        for row in range(call.num_tokens):
+            for i in range(first * LANES, end * LANES):
+                out[_U64(row * width + i)] += bias[_U64(i)]
+
+
+@njit(nogil=True, cache=True)
+def _start_stream(draft, call, level, part, like):  # type: ignore
+    """EAGLE's residual stream is what fc returns, EAGLE-3's the pair's hidden state, or its norm."""
+    size, out, x, pair = call.hidden, float32_at(draft.fc_out), float32_at(call.x), float32_at(draft.pair)
+    first, end = share(call, part, call.num_tokens)
+    for row in range(first, end):
+        if level < draft.fc_levels:
+            for i in range(size):
+                at = _U64(row * draft.fc_out_width + i)
+                out[at] = _rounded(out[at], like)
+        if draft.fc_out == call.x:
+            continue
+        if draft.stream_gains:
+            norm_row(call, draft.pair, 2 * row + 1, size, draft.stream_gains, call.x, row * size)
+        for i in range(size):
+            at = _U64(row * size + i)
+            x[at] = _rounded(x[at], like) if draft.stream_gains else pair[_U64((2 * row + 1) * size + i)]
+
+
+@njit(nogil=True, cache=True)
+def _output(draft, call, level, part, like):  # type: ignore
+    """Of each sequence's last pair."""
+    size, x, hidden, outputs = call.hidden, float32_at(call.x), float32_at(draft.hidden), float32_at(draft.outputs)
+    first, end = share(call, part, draft.num_rows)
+    for row in range(first, end):
+        source = row if level else int64_at(draft.last)[_U64(row)]
+        for i in range(size):
+            hidden[_U64(row * size + i)] = _rounded(x[_U64(source * size + i)], like)
+        if draft.norm_gains:
+            norm_row(call, draft.hidden, row, size, draft.norm_gains, draft.outputs, row * size)
+            for i in range(size):
+                outputs[_U64(row * size + i)] = _rounded(outputs[_U64(row * size + i)], like)
+
+
+@njit(nogil=True, cache=True)
+def _choose(draft, level, row, work, like):  # type: ignore
+    """The token of the largest log q / tau + noise, the first of equals."""
+    words, scores = work
+    keys = carray(as_pointer(draft.keys + 16 * row), 4, np.uint32)
+    position = _U32(int64_at(draft.positions)[_U64(row)] + level)
+    token_ids = carray(as_pointer(draft.token_ids), draft.num_draft if draft.token_ids else 0, np.int64)
+    logits = carray(as_pointer(_logits(draft, level) + 4 * row * _width(draft)), draft.num_draft, np.float32)
+    inverse = float32_at(draft.inverse_temperatures)[_U64(row)] if draft.inverse_temperatures else _F32(1)
+    is_sampled = float32_at(draft.noise_scales)[_U64(row)] != _F32(0) if draft.noise_scales else True
+    best, token = _F32(-np.inf), 0
+    for start in range(0, draft.num_draft, CHUNK):
+        part = logits[start : start + CHUNK]
+        noise = scores[: part.shape[0]]
+        for i in range(part.shape[0]):
+            part[i] = _rounded(part[i], like)
+        if is_sampled:
+            near_noise(start, token_ids, keys, position, words, noise)
+        else:
+            noise[:] = _F32(0)
+        _add_scaled(noise, part, inverse, _F32(draft.sharpness))
+        for i in range(part.shape[0]):
+            if noise[i] > best:
+                best, token = noise[i], start + i
+    into = int64_at(draft.tokens)
+    into[_U64(row * (draft.depth + 1) + level + 1)] = token_ids[token] if token_ids.shape[0] else token
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _add_scaled(noise, logits, inverse, factor):  # type: ignore
+    """Rounds once, as torch.add does."""
+    for i in range(noise.shape[0]):
+        noise[i] += logits[i] * inverse * factor
