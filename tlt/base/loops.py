@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, cast
@@ -20,6 +20,7 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.extending import intrinsic
+from torch import Tensor
 
 HEAD = [("next_item", "i8"), ("num_items", "i8")]
 """Every loop's record begins with these fields."""
@@ -48,6 +49,18 @@ class Loop:
 
     def _call(self) -> None:
         _FUNCTION(self.address)(self.record_at)
+
+
+def record(dtype: Any, numbers: Mapping[str, float], arrays: Mapping[str, Any]) -> Any:
+    """A loop's record: numbers, the addresses of arrays, and zero in every other field. arrays: of NumPy or
+    PyTorch; they must live until the loop has run."""
+    found = {**numbers, **{name: address_of(array) for name, array in arrays.items()}}
+    return np.array([tuple(found.get(name, 0) for name in dtype.names)], dtype)
+
+
+def address_of(array: Any) -> int:
+    address: int = array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
+    return address
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

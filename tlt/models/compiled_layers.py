@@ -143,8 +143,8 @@ class CompiledLayers:
         return outputs_NE, captured_NF.to(dtype)
 
     def prepare(self, given: Mapping[str, Any], attend: CompiledAttention, num_threads: int) -> Call:
-        """given: x, cos, sin, counters and, where they are needed, read and features; by token, float32. Captures
-        nothing."""
+        """A run that captures nothing. given: x, cos, sin, counters and, where they are needed, read and
+        features; by token, float32."""
         if self.table_LC is None:
             self._fill_table()
         c, table_LC, N = self.config, self.table_LC, len(given["x"])
@@ -171,8 +171,7 @@ class CompiledLayers:
             "parts": 1 if num_threads == 1 else 2 * num_threads,
             "eps": c.rms_norm_eps,
         }
-        numbers |= {name: address_of(array) for name, array in arrays.items()}
-        return Call(np.array([tuple(numbers.get(name, 0) for name in CALL.fields)], CALL), arrays)
+        return Call(loops.record(CALL, numbers, arrays), arrays)
 
     @property
     def num_counted(self) -> int:
@@ -189,12 +188,6 @@ class CompiledLayers:
         """num_weights: of one pass through the stages of a layer."""
         wanted = 1 + num_tokens * num_weights // (STAGES * PRODUCTS_PER_THREAD)
         return min(torch.get_num_threads(), wanted)
-
-
-def address_of(array: Any) -> int:
-    """array: of PyTorch or NumPy."""
-    address: int = array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
-    return address
 
 
 def _panels(linear: Linear) -> Panels:

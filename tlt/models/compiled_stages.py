@@ -115,8 +115,8 @@ def _run(call, attend, qkv, like, mixed):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def run_layers(call, attend, heads, work, like):  # type: ignore
-    """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the weights'
-    and caches' numbers."""
+    """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the
+    weights' and caches' numbers."""
     num_heads = call.num_sequences * np.int64(attend.num_kv_heads)
     for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
         num_items = num_heads if stage % STAGES == _ATTEND else call.parts

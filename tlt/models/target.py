@@ -65,7 +65,7 @@ class Target:
 
     @property
     def head_panels(self) -> Panels | None:
-        """The matrix of which `logits` are the products, for compiled loops; None: they are made otherwise."""
+        """The matrix of which `logits` are the products, for compiled loops; None: they are none."""
         return None
 
     @cached_property

@@ -173,7 +173,9 @@ def _read(draft, call, level, part, like):  # type: ignore
 def _join(draft, call, part, like):  # type: ignore
     first, end = share(call, part, call.hidden // LANES)
     x, width = (draft.fc_in, draft.fc_in_width), draft.fc_out_width
-    multiply_float32(x, call.num_tokens, draft.fc_size, (draft.fc, like), first, end, (draft.fc_out, width), 0)
+    multiply_float32(
+        x, call.num_tokens, draft.fc_size, (draft.fc, like), first, end, (draft.fc_out, width), 0
+    )
     if draft.fc_bias:
         out, bias = float32_at(draft.fc_out), float32_at(draft.fc_bias)
         for row in range(call.num_tokens):
@@ -203,7 +205,12 @@ def _start_stream(draft, call, level, part, like):  # type: ignore
 @njit(nogil=True, cache=True)
 def _output(draft, call, level, part, like):  # type: ignore
     """Of each sequence's last pair."""
-    size, x, hidden, outputs = call.hidden, float32_at(call.x), float32_at(draft.hidden), float32_at(draft.outputs)
+    size, x, hidden, outputs = (
+        call.hidden,
+        float32_at(call.x),
+        float32_at(draft.hidden),
+        float32_at(draft.outputs),
+    )
     first, end = share(call, part, draft.num_rows)
     for row in range(first, end):
         source = row if level else int64_at(draft.last)[_U64(row)]

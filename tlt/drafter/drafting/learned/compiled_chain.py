@@ -1,5 +1,5 @@
-"""A chain of EAGLE's family in one call of compiled loops, for CPUs: no operation of PyTorch between its levels,
-which for a small model take longer than the arithmetic.
+"""A chain of EAGLE's family in one call of compiled loops, for CPUs: no operation of PyTorch between its
+levels, which for a small model takes longer than the arithmetic.
 
     missing pairs ─▶ layer ─▶ head ─▶ token ─▶ layer ─▶ head ─▶ token ─▶ …      (chain_stages.py)
 """
@@ -17,7 +17,6 @@ from tlt.base import loops
 from tlt.drafter.drafting.learned.chain_stages import DRAFT, NUM_COUNTED, compiled
 from tlt.drafter.eagle import PackedEagle
 from tlt.models.compiled_attention import CompiledAttention
-from tlt.models.compiled_layers import address_of
 from tlt.models.target import Target
 from tlt.speculation.law.draw import LevelNoise
 from tlt.speculation.law.tree import chain_mask
@@ -68,7 +67,7 @@ class CompiledChain:
     def draft(
         self, missing: Missing, layers_SKLD: Sequence[Tensor], law: ChainLaw, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """(tokens [B, depth + 1], the last committed ones first; logits of level 0, [B, draft vocabulary])."""
+        """(tokens [B, depth + 1], roots first; logits of level 0, [B, draft vocabulary])."""
         layer, counts, ends = self.model.compiled, missing.counts, missing.ends
         assert layer is not None
         B, N = len(counts), sum(counts)
@@ -92,13 +91,12 @@ class CompiledChain:
         call = layer.prepare(given, reading, num_threads)
         calls = arrays["calls"] = call.record.repeat(depth)
         calls["counters"] += counters.strides[0] * np.arange(depth)
-        calls["num_tokens"][1:], calls["attention"][1:] = B, address_of(drafting.call)
+        calls["num_tokens"][1:], calls["attention"][1:] = B, loops.address_of(drafting.call)
         for name in ("cos", "sin"):
             calls[name][1:] += cos_PD[0].nbytes * (N + B * np.arange(depth - 1))
         numbers = self._sizes(depth) | {"num_items": num_threads, "num_rows": B, "depth": depth}
         numbers |= {"captured": missing.features_NF.shape[1], "num_draft": self.model.num_proposed}
-        numbers |= {"sharpness": 1 / law.tau} | {name: address_of(array) for name, array in arrays.items()}
-        record = np.array([tuple(numbers.get(name, 0) for name in DRAFT.fields)], DRAFT)
+        record = loops.record(DRAFT, numbers | {"sharpness": 1 / law.tau}, arrays)
         loops.Loop(compiled(self.model.dtype), record, num_threads).run()
         del call  # it has held the arrays of the layer
         return arrays["tokens"], arrays["logits"][:, : self.model.num_proposed]
@@ -116,7 +114,9 @@ class CompiledChain:
     def _sizes(self, depth: int) -> dict[str, int]:
         E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
         widths = (2 * E, E, depth) if self._is_eagle else (fc_size, 2 * E, 1)
-        return {"fc_size": fc_size} | dict(zip(("fc_in_width", "fc_out_width", "fc_levels"), widths, strict=True))
+        return {"fc_size": fc_size} | dict(
+            zip(("fc_in_width", "fc_out_width", "fc_levels"), widths, strict=True)
+        )
 
     def _weights(self) -> dict[str, Any]:
         model, head = self.model, self.model.head_panels(self.target)

@@ -95,7 +95,9 @@ class PairCache(DraftCache):
             slots += [slot] * (end - start)
             positions += range(first + start, first + end)
         features_NF = self.history.gather(torch.tensor(slots), torch.tensor(positions))
-        tokens = [t[first + start + 1 :] for t, first, start in zip(context.tokens, firsts, starts, strict=True)]
+        tokens = [
+            t[first + start + 1 :] for t, first, start in zip(context.tokens, firsts, starts, strict=True)
+        ]
         missing = Missing(tokens, features_NF, starts, firsts)
         law = ChainLaw(noise, context.params.inverse_temperature_B11, tau)
         drafted = self.chain.draft(missing, self.cache.layers, law, depth)
@@ -116,7 +118,9 @@ class PairCache(DraftCache):
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
         self.share(copies)
-        num_pairs = [len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, self.firsts, strict=False)]
+        num_pairs = [
+            len(t) - TOKEN_AHEAD - first for t, first in zip(context.tokens, self.firsts, strict=False)
+        ]
         self.hold(len(num_pairs), max(num_pairs) + room + _CATCH_UP_TOKENS)
         return self.counts[: len(num_pairs)], num_pairs
 
