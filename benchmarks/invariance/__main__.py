@@ -286,7 +286,6 @@ def main() -> None:
     if unknown := [name for name in options.engines if name not in ENGINES]:
         raise UserError(f"--engines: {unknown[0]!r} is unknown; give some of {', '.join(ENGINES)}")
     file = options.out.with_name(f"{options.out.name}.json")
-    rows = {_key(row): row for row in parse_json(file.read_text())["rows"]} if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="invariance-") as kept:
         for dtype, engine in ((d, e) for d in options.dtypes for e in options.engines):
             folder = Path(kept) / f"{engine}-{dtype}"
@@ -310,8 +309,9 @@ def main() -> None:
                 "environment": machine,
             }
             print(" | ".join(cells(row)), flush=True)
-            rows[_key(row)] = row
-            ordered = {"rows": sorted(rows.values(), key=_order)}
+            others = parse_json(file.read_text())["rows"] if file.exists() else []
+            rows = [row, *(other for other in others if _key(other) != _key(row))]
+            ordered = {"rows": sorted(rows, key=_order)}
             write_report(options.out, ordered, to_markdown(ordered))
 
 

@@ -52,7 +52,8 @@ class RequestOptions(PromptOptions):
     log-probabilities of a request's tokens are the same, bit for bit, alone, in batches, with drafts and read
     as a prompt; no reference is needed."""
     batch_sizes: Annotated[tuple[BatchSize, ...], *LISTED, Written("NUM,...")] = (4, 16)
-    """Batches that --test invariance compares with single requests."""
+    """Batches that --test invariance compares with single requests; larger ones than there are requests hold
+    all."""
 
     @model_validator(mode="after")
     def _names_one_source(self) -> RequestOptions:
@@ -76,6 +77,10 @@ class RequestOptions(PromptOptions):
             prompts = encode_prompts(records, tokenizer, vocab_size=vocab_size, window=window)
         params = replace(judge.params, max_tokens=self.max_tokens, seed=self.seed)
         return make_requests(prompts, params, self.samples)
+
+    def sizes(self, requests: Sequence[Request]) -> list[int]:
+        """Of the batches that are compared with single requests."""
+        return sorted({min(size, len(requests)) for size in self.batch_sizes})
 
 
 class AuditEngine(RequestOptions, VerdictOptions, EngineOptions):
@@ -213,7 +218,7 @@ def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> I
             if alone:
                 yield compare(f"{speculation}, batch of 1", alone, singly, len(requests))
             alone = alone or singly
-            for size in options.batch_sizes:
+            for size in options.sizes(requests):
                 batches = in_batches(answer, requests, size)
                 yield compare(f"{speculation}, batch of {size}", alone, batches, len(requests))
             continued = half_prefilled(answer, requests, alone)
@@ -236,7 +241,8 @@ def server(options: AuditServer) -> Ended:
     endpoint = Endpoint(options.url, options.engine_model, *sizes, key, with_logprobs=is_relation)
     requests = options.requests(judge)
     if is_relation:
-        return end_relations(options, _told(_relations_of_server(endpoint, options.batch_sizes, requests)))
+        relations = _relations_of_server(endpoint, options.sizes(requests), requests)
+        return end_relations(options, _told(relations))
     answers = complete(endpoint, requests, options.max_concurrency)
     report = judge.judge(options.url, answers, options.max_tokens, options.seed)
     if report.is_convicted and (found := identify(options.url)) is not None:

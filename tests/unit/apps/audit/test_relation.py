@@ -111,7 +111,7 @@ def test_a_missing_response_leaves_the_relation_undecided() -> None:
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────
 
-INVARIANCE = ("--prompts", "prompts.jsonl", "--test", "invariance", "--batch-sizes", "2,6")
+INVARIANCE = ("--prompts", "prompts.jsonl", "--test", "invariance", "--batch-sizes", "2,6,64")
 ENGINE = (*INVARIANCE, "--samples", "3", "--max-tokens", "20")
 
 
@@ -199,7 +199,7 @@ def test_a_server_is_compared_alone_in_company_and_with_what_it_reads_as_a_promp
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = serve(scorer(model, is_faulty))
-    words = (*INVARIANCE, "--engine-model", "m", "--samples", "6", "--max-tokens", "5")
+    words = (*INVARIANCE, "--engine-model", "m", "--samples", "3", "--max-tokens", "5")
     code, summary, text = run(capsys, "server", str(model), "--url", url, *words)
     ways = summary["ways"]
     assert [*ways] == ["batch of 2", "batch of 6", "prefilled"]
@@ -217,7 +217,7 @@ def test_a_server_that_echoes_no_prompt_is_compared_without_it(
     words = (*INVARIANCE, "--engine-model", "m", "--samples", "1", "--max-tokens", "3")
     assert cli.main(["audit", "server", str(model), "--url", url, *words]) == 0
     captured = capsys.readouterr()
-    assert [*json.loads(captured.out.splitlines()[-1])["ways"]] == ["batch of 2", "batch of 6"]
+    assert [*json.loads(captured.out.splitlines()[-1])["ways"]] == ["batch of 2"]  # of two requests
     assert "tlt: prefilled: not compared: --url: http://127.0.0.1" in captured.err
 
 
