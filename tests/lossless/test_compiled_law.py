@@ -139,7 +139,7 @@ def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, 
 def test_a_tie_is_left_to_the_reference_and_falls_to_the_lowest_id(position: int) -> None:
     logits_1V, keys_14, positions_1, (lowest, _) = tied(position)
     params = BatchParams([SamplingParams()])
-    assert compiled.draw(logits_1V, keys_14, positions_1, params)[2].tolist() == [True]
+    assert compiled.draw(logits_1V, keys_14, positions_1, params)[2].tolist() == [0]
     assert draw(logits_1V, keys_14, positions_1, params)[0].tolist() == [lowest]
 
 
@@ -162,7 +162,7 @@ def test_a_lead_that_float32_could_have_made_up_is_left_to_the_reference(size: f
         score = logits_V[best] + noise_V[best]
         logits_V[second] = torch.nextafter(score, torch.tensor(-torch.inf)) - noise_V[second]
     params = BatchParams([SamplingParams()] * num_rows)
-    assert compiled.draw(logits_RV, keys_R4, positions_R, params)[2].all()
+    assert len(compiled.draw(logits_RV, keys_R4, positions_R, params)[2]) == num_rows
 
 
 def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatc
 
 def test_few_rows_are_in_doubt() -> None:
     logits_RV = SHAPES["normal"](2000, 1003, torch.Generator().manual_seed(5))
-    _, _, unsure_R = compiled.draw(logits_RV, *cases(2000, 1003, 5, (SamplingParams(), SamplingParams(0.7))))
-    assert int(unsure_R.sum()) <= 2
+    _, _, rows = compiled.draw(logits_RV, *cases(2000, 1003, 5, (SamplingParams(), SamplingParams(0.7))))
+    assert len(rows) <= 2
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import accumulate, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -51,16 +52,23 @@ class Loop:
         _FUNCTION(self.address)(self.record_at)
 
 
-def record(dtype: Any, numbers: Mapping[str, float], arrays: Mapping[str, Any]) -> Any:
-    """A loop's record: numbers, the addresses of arrays, and zero in every other field. arrays: of NumPy or
-    PyTorch; they must live until the loop has run."""
-    found = {**numbers, **{name: address_of(array) for name, array in arrays.items()}}
-    return np.array([tuple(found.get(name, 0) for name in dtype.names)], dtype)
+def record(dtype: Any, numbers: Mapping[str, float]) -> Any:
+    """A loop's record; a field without a number is zero. What its addresses point to must live until the loop
+    has run."""
+    return np.array([tuple(map(numbers.get, dtype.names, repeat(0)))], dtype)
 
 
 def address_of(array: Any) -> int:
-    address: int = array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
+    """array: of NumPy."""
+    address: int = array.ctypes.data
     return address
+
+
+def room_for(sizes: Mapping[str, int]) -> tuple[Tensor, dict[str, int]]:
+    """Memory for arrays of so many float32 numbers, and their addresses."""
+    room = torch.empty(sum(sizes.values()))
+    begins = accumulate(sizes.values(), initial=0)
+    return room, {name: room.data_ptr() + 4 * begin for name, begin in zip(sizes, begins, strict=False)}
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -11,7 +11,7 @@ products numbers are float32; with weights in bfloat16 a product reads its input
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -56,13 +56,6 @@ def can_compile(config: ModelConfig, layer: LayerWeights) -> bool:
     """Whether its matrices are panels of which none is padded."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
     return layer.down_linear.panels is not None and all(size % LANES == 0 for size in sizes)
-
-
-class Call(NamedTuple):
-    """arrays: those that the record points to, which must live until it has run."""
-
-    record: Any
-    arrays: Mapping[str, Any]
 
 
 class CompiledLayers:
@@ -118,21 +111,28 @@ class CompiledLayers:
         """(outputs, captured_NF), as `Target.forward_capturing`. read_NI: see `run_layer`."""
         N, E, num_layers = len(x_NE), self.config.hidden_size, len(self.layers)
         x_NE = x_NE.float().clone()
+        read_NI = None if read_NI is None else read_NI.float().contiguous()
         cos_ND, sin_ND = (part.reshape(N, -1).float() for part in rope)
         captured_NF = torch.empty(N, len(capture) * E)
         features_NE = torch.empty(N, E)
         counters = np.zeros((self.num_counted, 2), np.int64)
-        given = {"x": x_NE, "cos": cos_ND, "sin": sin_ND, "features": features_NE, "counters": counters}
-        if read_NI is not None:
-            given["read"] = read_NI.float().contiguous()
+        addresses = {
+            "x": x_NE.data_ptr(),
+            "read": 0 if read_NI is None else read_NI.data_ptr(),
+            "cos": cos_ND.data_ptr(),
+            "sin": sin_ND.data_ptr(),
+            "features": features_NE.data_ptr(),
+            "counters": loops.address_of(counters),
+            "captured_width": len(capture) * E,
+        }
         num_threads = self.num_threads(N, self.num_weights)
-        call = self.prepare(given, attend, num_threads)
-        call.record["captured_width"] = len(capture) * E
+        call, room = self.prepare(N, addresses, attend, num_threads)
         assert self.table_LC is not None
         for place, index in enumerate(capture):
             if index < num_layers:
                 self.table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
-        loops.Loop(compiled(self.dtype), call.record, num_threads).run()
+        loops.Loop(compiled(self.dtype), call, num_threads).run()
+        del room  # which the call has pointed to
         dtype = self.dtype
         outputs_NE = (features_NE if self.final_gains else x_NE).to(dtype)
         if set(capture) <= {num_layers}:
@@ -142,12 +142,13 @@ class CompiledLayers:
                 captured_NF[:, place * E : (place + 1) * E] = outputs_NE
         return outputs_NE, captured_NF.to(dtype)
 
-    def prepare(self, given: Mapping[str, Any], attend: CompiledAttention, num_threads: int) -> Call:
-        """A run that captures nothing. given: x, cos, sin, counters and, where they are needed, read and
-        features; by token, float32."""
+    def prepare(
+        self, num_tokens: int, given: Mapping[str, int], attend: CompiledAttention, num_threads: int
+    ) -> tuple[Any, Tensor]:
+        """The record of a run that captures nothing, and memory for it. given: the caller's numbers."""
         if self.table_LC is None:
             self._fill_table()
-        c, table_LC, N = self.config, self.table_LC, len(given["x"])
+        c, table_LC = self.config, self.table_LC
         assert table_LC is not None
         table_LC[:, CAPTURED] = 0
         table_LC[:, CACHE] = [layer.data_ptr() for layer in attend.layers]
@@ -157,13 +158,14 @@ class CompiledLayers:
             "mixed": c.num_heads * c.head_dim,
             "gate_up": 2 * c.intermediate_size,
         }
-        arrays = dict(given) | {name: torch.empty(N, size) for name, size in sizes.items()}
-        arrays |= {"layers": table_LC, "attention": attend.call}
+        room, addresses = loops.room_for({name: num_tokens * size for name, size in sizes.items()})
         numbers = {
             "num_items": num_threads,
+            "attention": loops.address_of(attend.call),
+            "layers": loops.address_of(table_LC),
             "final_gains": self.final_gains,
             "num_layers": len(self.layers),
-            "num_tokens": N,
+            "num_tokens": num_tokens,
             "num_sequences": len(attend.rows),
             "hidden": c.hidden_size,
             "num_read": self.num_read,
@@ -171,7 +173,7 @@ class CompiledLayers:
             "parts": 1 if num_threads == 1 else 2 * num_threads,
             "eps": c.rms_norm_eps,
         }
-        return Call(loops.record(CALL, numbers, arrays), arrays)
+        return loops.record(CALL, {**numbers, **addresses, **given}), room
 
     @property
     def num_counted(self) -> int:

@@ -110,17 +110,17 @@ def _run_bfloat16(data):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _run(call, attend, qkv, like, mixed):  # type: ignore
-    run_layers(call, attend, (qkv, mixed), workspace(attend), like)
+    run_layers(call, attend, (qkv, mixed), workspace(attend), like, call.counters)
 
 
 @njit(nogil=True, cache=True)
-def run_layers(call, attend, heads, work, like):  # type: ignore
+def run_layers(call, attend, heads, work, like, counters):  # type: ignore
     """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the
-    weights' and caches' numbers."""
+    weights' and caches' numbers. counters: the address of the stages'."""
     num_heads = call.num_sequences * np.int64(attend.num_kv_heads)
     for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
         num_items = num_heads if stage % STAGES == _ATTEND else call.parts
-        counter = call.counters + COUNTER_BYTES * stage
+        counter = counters + COUNTER_BYTES * stage
         while True:
             item = take(counter, num_items)
             if item < 0:

@@ -63,22 +63,21 @@ def load() -> None:
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, float32[R]; whether sampling.py must draw the row,
-    bool[R]).
+    """Returns (tokens, int64[R]; log-probabilities, float32[R]; the rows that sampling.py must draw).
 
     Computes in float32. Rows with a NaN are left to sampling.py.
     """
-    kept_RV = logits_RV = logits_RV.float().contiguous()
-    inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
+    kept_RV, R = (logits_RV := logits_RV.float().contiguous()), logits_RV.shape[0]
+    inverse_R = _column(params.inverse_temperature_B11, R)
     if params.truncates:
         logits_RV = params.scale(logits_RV[:, None])[:, 0]
         kept_RV, inverse_R = truncate(logits_RV[:, None], params)[:, 0], np.ones_like(inverse_R)
-    rows = (logits_RV.numpy(), kept_RV.numpy(), logits_RV.amax(-1).numpy() * inverse_R)
-    law = (inverse_R, _column(params.noise_scale_B11, len(logits_RV)), *_words_of_law(keys_R4, positions_R))
-    tokens_R, logprobs_R = np.empty(len(logits_RV), np.int64), np.empty(len(logits_RV), np.float32)
-    unsure_R = np.empty(len(logits_RV), np.bool_)
-    _in_threads(_draw_rows, logits_RV.numel(), len(logits_RV), (rows, law, (tokens_R, logprobs_R, unsure_R)))
-    return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R)
+    logits = logits_RV.numpy()
+    rows = (logits, kept_RV.numpy(), logits.max(axis=1) * inverse_R)
+    law = (inverse_R, _column(params.noise_scale_B11, R), *_words_of_law(keys_R4, positions_R))
+    tokens_R, logprobs_R, unsure_R = np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.bool_)
+    _in_threads(_draw_rows, logits.size, R, (rows, law, (tokens_R, logprobs_R, unsure_R)))
+    return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R.nonzero()[0])
 
 
 def noise_to_rank_with(

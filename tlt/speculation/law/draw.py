@@ -42,9 +42,8 @@ def draw(
     loops = compiled_loops() if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 else None
     if loops is None:
         return _in_parts(logits_RV, keys_R4, positions_R, params)
-    tokens_R, logprobs_R, unsure_R = loops.draw(logits_RV, keys_R4, positions_R, params)
-    if bool(unsure_R.any()):
-        rows = unsure_R.nonzero()[:, 0]
+    tokens_R, logprobs_R, rows = loops.draw(logits_RV, keys_R4, positions_R, params)
+    if rows.numel():
         drawn = _in_parts(logits_RV[rows], keys_R4[rows], positions_R[rows], params.take(rows))
         tokens_R[rows], logprobs_R[rows] = drawn
     return tokens_R, logprobs_R

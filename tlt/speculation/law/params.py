@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,16 +40,20 @@ class BatchParams:
             self.min_p_B11 = column([float(p.min_p) for p in params])
 
     def rows(self, first: int, end: int) -> BatchParams:
-        return self._part(slice(first, end))
+        return self._map(lambda column: column[first:end])
 
     def take(self, sequences_R: Tensor) -> BatchParams:
-        return self._part(sequences_R)
+        return self._map(lambda column: column[sequences_R])
 
-    def _part(self, index: slice | Tensor) -> BatchParams:
-        part = BatchParams.__new__(BatchParams)
+    def repeat(self, num: int) -> BatchParams:
+        """Each sequence `num` times."""
+        return self._map(lambda column: column.repeat_interleave(num, dim=0))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> BatchParams:
+        changed = BatchParams.__new__(BatchParams)
         for name, value in vars(self).items():
-            setattr(part, name, value[index] if isinstance(value, Tensor) else value)
-        return part
+            setattr(changed, name, change(value) if isinstance(value, Tensor) else value)
+        return changed
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
         return scale(logits_BNV, self.inverse_temperature_B11)

@@ -68,9 +68,9 @@ def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tens
     if N == 1:
         tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
         return tokens_B[:, None], logprobs_B[:, None]
-    rows_R = torch.arange(B, device=logits_BNV.device).repeat_interleave(N)
+    keys_R4 = noise.keys_B4.repeat_interleave(N, dim=0)
     tokens_R, logprobs_R = draw(
-        logits_BNV.flatten(0, 1), noise.keys_B4[rows_R], noise.positions_BN.flatten(), params.take(rows_R)
+        logits_BNV.flatten(0, 1), keys_R4, noise.positions_BN.flatten(), params.repeat(N)
     )
     return tokens_R.view(B, N), logprobs_R.view(B, N)
 

@@ -2,9 +2,9 @@
 
     a level   read ─▶ fc ─▶ stream ─▶ [ the layer: compiled_stages.py ] ─▶ output ─▶ head ─▶ choose
 
-Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of a stage: equal
-shares of rows or of panels; of the last, sequences. `eagle.py`, `drafter.py` and `pair_cache.py` are the
-reference: with weights in bfloat16 numbers are rounded where they are tensors there.
+Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of the first and
+last stage are sequences, of the others equal shares of rows or of panels. `eagle.py`, `drafter.py` and
+`pair_cache.py` are the reference: with weights in bfloat16 numbers are rounded where they are tensors there.
 """
 
 from __future__ import annotations
@@ -30,26 +30,33 @@ from tlt.models.compiled_stages import (
 )
 from tlt.speculation.law.compiled import CHUNK, near_noise
 
+SEQUENCE = ("offset", "count", "start", "position", "rope")
+"""Of a sequence: where its `count` missing pairs begin among all; cache column, position and rotary row of the
+first."""
+_OFFSET, _COUNT, _START, _POSITION, _ROPE = range(len(SEQUENCE))
+
 _ADDRESSES = (
     "calls",
-    "tokens",
+    "counters",
+    "sequences",
     "new_tokens",
-    "features",
+    "tokens",
+    "ring",
     "embedding",
+    "cos_rows",
+    "sin_rows",
     "pair",
     "fc",
     "fc_bias",
     "fc_in",
     "fc_out",
     "stream_gains",
-    "last",
     "hidden",
     "norm_gains",
     "outputs",
     "head",
     "logits",
     "later_logits",
-    "ends",
     "columns",
     "rows",
     "keys",
@@ -58,10 +65,24 @@ _ADDRESSES = (
     "inverse_temperatures",
     "noise_scales",
 )
-_SIZES = ("num_rows", "depth", "captured", "fc_size", "fc_in_width", "fc_out_width", "fc_levels", "num_draft")
+_SIZES = (
+    "num_rows",
+    "depth",
+    "num_columns",
+    "ring_columns",
+    "captured",
+    "head_dim",
+    "num_rotary",
+    "fc_size",
+    "fc_in_width",
+    "fc_out_width",
+    "fc_levels",
+    "num_draft",
+)
 DRAFT = np.dtype([*loops.HEAD, *((name, "i8") for name in (*_ADDRESSES, *_SIZES)), ("sharpness", "f8")])
-"""calls: a record of compiled_stages.py per level; the first is of the missing pairs. fc_levels: so many
-levels read fc. sharpness: 1 / tau. Zero stands for no bias, gains, token ids, temperatures or scales."""
+"""calls: the layer's records, of missing pairs and of a level's tokens; columns and rows are the second's.
+num_columns: see `FeatureHistory`, whose ring has `ring_columns` by now. fc_levels: so many levels read fc.
+sharpness: 1 / tau. Zero stands for no bias, gains, token ids, temperatures or scales."""
 
 _READ, _FC, _STREAM, _OUTPUT, _HEAD, _CHOOSE = range(6)
 NUM_COUNTED = 6 + STAGES + 1
@@ -88,19 +109,20 @@ def _draft(draft, like):  # type: ignore
     layer_work = workspace(call_at(calls[_U64(0)].attention))
     work = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.float32)
     for level in range(draft.depth):
-        call = calls[_U64(level)]
+        call = calls[_U64(1 if level else 0)]
+        counters = draft.counters + COUNTER_BYTES * NUM_COUNTED * level
         for stage in (_READ, _FC, _STREAM):
-            _run_stage(draft, call, level, stage, work, like)
+            _run_stage(draft, call, level, stage, counters, work, like)
         heads = float32_at(call.qkv), float32_at(call.mixed)
-        run_layers(call, call_at(call.attention), heads, layer_work, like)
+        run_layers(call, call_at(call.attention), heads, layer_work, like, counters)
         for stage in (_OUTPUT, _HEAD, _CHOOSE):
-            _run_stage(draft, call, level, stage, work, like)
+            _run_stage(draft, call, level, stage, counters, work, like)
 
 
 @njit(nogil=True, cache=True)
-def _run_stage(draft, call, level, stage, work, like):  # type: ignore
-    counter = call.counters + COUNTER_BYTES * (STAGES + 1 + stage)
-    num_items = draft.num_rows if stage == _CHOOSE else call.parts
+def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
+    counter = counters + COUNTER_BYTES * (STAGES + 1 + stage)
+    num_items = draft.num_rows if stage == _READ or stage == _CHOOSE else call.parts
     while True:
         item = take(counter, num_items)
         if item < 0:
@@ -135,6 +157,11 @@ def _logits(draft, level):  # type: ignore
 
 
 @njit(inline="always")
+def _float64_at(address):  # type: ignore
+    return carray(as_pointer(address), 1, np.float64)
+
+
+@njit(inline="always")
 def _rounded(number, like):  # type: ignore
     """As the weights' type stores it."""
     return widen(narrow(number, like[_U64(0)]))
@@ -143,30 +170,57 @@ def _rounded(number, like):  # type: ignore
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@njit(inline="always")
+def _of(draft, row, number):  # type: ignore
+    return int64_at(draft.sequences)[_U64(row * len(SEQUENCE) + number)]
+
+
 @njit(nogil=True, cache=True)
-def _read(draft, call, level, part, like):  # type: ignore
-    """The pairs: embeddings beside features or, of drafted tokens, the drafter's own outputs."""
-    size, embedding, features = call.hidden, array_at(draft.embedding, like), array_at(draft.features, like)
-    pair, given, hidden = float32_at(draft.pair), float32_at(draft.fc_in), float32_at(draft.hidden)
-    first, end = share(call, part, call.num_tokens)
-    for row in range(first, end):
-        if level == 0:
-            token = int64_at(draft.new_tokens)[_U64(row)]
-            # EAGLE's fc reads the pair, EAGLE-3's the features alone
-            num, at = draft.fc_size, row * draft.fc_in_width
-            if draft.fc_in == draft.pair:
-                num, at = size, at + size
-            for i in range(num):
-                given[_U64(at + i)] = widen(features[_U64(row * draft.captured + i)])
-        else:
-            token = int64_at(draft.tokens)[_U64(row * (draft.depth + 1) + level)]
-            column = int64_at(draft.ends)[_U64(row)] + level - 1
-            int64_at(draft.columns)[_U64(row)] = column
-            int64_at(draft.rows)[_U64(3 * row + 2)] = column + 1
-            for i in range(size):
-                pair[_U64((2 * row + 1) * size + i)] = hidden[_U64(row * size + i)]
+def _read(draft, call, level, row, like):  # type: ignore
+    """A sequence's pairs: embeddings beside features or, of drafted tokens, the drafter's own outputs."""
+    size, tokens = call.hidden, int64_at(draft.tokens)
+    rope, at = _of(draft, row, _ROPE), row * (draft.depth + 1) + level
+    if level == 0:
+        offset, count = _of(draft, row, _OFFSET), _of(draft, row, _COUNT)
+        new_tokens = int64_at(draft.new_tokens)
+        for i in range(count):
+            _embed(draft, call, offset + i, new_tokens[_U64(offset + i)], rope + i, like)
+            column = (_of(draft, row, _POSITION) + i) % draft.num_columns
+            _read_features(draft, size, offset + i, row * draft.ring_columns + column, like)
+        tokens[_U64(at)] = new_tokens[_U64(offset + count - 1)]
+    else:
+        drafted = _of(draft, row, _COUNT) + level - 1
+        column = _of(draft, row, _START) + drafted
+        int64_at(draft.columns)[_U64(row)] = column
+        int64_at(draft.rows)[_U64(3 * row + 2)] = column + 1
+        _embed(draft, call, row, tokens[_U64(at)], rope + drafted, like)
+        pair, hidden = float32_at(draft.pair), float32_at(draft.hidden)
         for i in range(size):
-            pair[_U64(2 * row * size + i)] = widen(embedding[_U64(token * size + i)])
+            pair[_U64((2 * row + 1) * size + i)] = hidden[_U64(row * size + i)]
+
+
+@njit(inline="always")
+def _embed(draft, call, pair, token, rope, like):  # type: ignore
+    size, dim, rope = call.hidden, draft.head_dim, min(rope, draft.num_rotary - 1)
+    _widen(array_at(draft.embedding, like), token * size, size, draft.pair, 2 * pair * size)
+    _widen(array_at(draft.cos_rows, like), rope * dim, dim, call.cos, pair * dim)
+    _widen(array_at(draft.sin_rows, like), rope * dim, dim, call.sin, pair * dim)
+
+
+@njit(inline="always")
+def _read_features(draft, size, pair, place, like):  # type: ignore
+    """EAGLE's fc reads the pair, EAGLE-3's the features alone."""
+    num, to = draft.fc_size, pair * draft.fc_in_width
+    if draft.fc_in == draft.pair:
+        num, to = size, to + size
+    _widen(array_at(draft.ring, like), place * draft.captured, num, draft.fc_in, to)
+
+
+@njit(nogil=True, cache=True)
+def _widen(source, at, size, target, to):  # type: ignore
+    target, at, to = float32_at(target), _U64(at), _U64(to)
+    for i in range(_U64(size)):
+        target[to + i] = widen(source[at + i])
 
 
 @njit(nogil=True, cache=True)
@@ -213,7 +267,7 @@ def _output(draft, call, level, part, like):  # type: ignore
     )
     first, end = share(call, part, draft.num_rows)
     for row in range(first, end):
-        source = row if level else int64_at(draft.last)[_U64(row)]
+        source = row if level else _of(draft, row, _OFFSET) + _of(draft, row, _COUNT) - 1
         for i in range(size):
             hidden[_U64(row * size + i)] = _rounded(x[_U64(source * size + i)], like)
         if draft.norm_gains:
@@ -226,12 +280,15 @@ def _output(draft, call, level, part, like):  # type: ignore
 def _choose(draft, level, row, work, like):  # type: ignore
     """The token of the largest log q / tau + noise, the first of equals."""
     words, scores = work
-    keys = carray(as_pointer(draft.keys + 16 * row), 4, np.uint32)
+    keys, at = int64_at(draft.keys), 4 * row
+    key = _U32(keys[_U64(at)]), _U32(keys[_U64(at + 1)]), _U32(keys[_U64(at + 2)]), _U32(keys[_U64(at + 3)])
     position = _U32(int64_at(draft.positions)[_U64(row)] + level)
     token_ids = carray(as_pointer(draft.token_ids), draft.num_draft if draft.token_ids else 0, np.int64)
     logits = carray(as_pointer(_logits(draft, level) + 4 * row * _width(draft)), draft.num_draft, np.float32)
-    inverse = float32_at(draft.inverse_temperatures)[_U64(row)] if draft.inverse_temperatures else _F32(1)
-    is_sampled = float32_at(draft.noise_scales)[_U64(row)] != _F32(0) if draft.noise_scales else True
+    inverse = (
+        _F32(_float64_at(draft.inverse_temperatures)[_U64(row)]) if draft.inverse_temperatures else _F32(1)
+    )
+    is_sampled = _float64_at(draft.noise_scales)[_U64(row)] != 0.0 if draft.noise_scales else True
     best, token = _F32(-np.inf), 0
     for start in range(0, draft.num_draft, CHUNK):
         part = logits[start : start + CHUNK]
@@ -239,7 +296,7 @@ def _choose(draft, level, row, work, like):  # type: ignore
         for i in range(part.shape[0]):
             part[i] = _rounded(part[i], like)
         if is_sampled:
-            near_noise(start, token_ids, keys, position, words, noise)
+            near_noise(start, token_ids, key, position, words, noise)
         else:
             noise[:] = _F32(0)
         _add_scaled(noise, part, inverse, _F32(draft.sharpness))

@@ -7,42 +7,40 @@ levels, which for a small model takes longer than the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate, chain
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.drafter.drafting.learned.chain_stages import DRAFT, NUM_COUNTED, compiled
+from tlt.drafter.drafting.learned.chain_stages import DRAFT, NUM_COUNTED, SEQUENCE, compiled
+from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.drafter.eagle import PackedEagle
 from tlt.models.compiled_attention import CompiledAttention
+from tlt.models.compiled_layers import CompiledLayers
 from tlt.models.target import Target
 from tlt.speculation.law.draw import LevelNoise
 from tlt.speculation.law.tree import chain_mask
 
 
 class Missing(NamedTuple):
-    """Pairs that sequences have not read; every sequence misses its last.
+    """Pairs that the sequences in slots 0, 1, … have not read; every sequence misses its last.
 
     tokens: of the pairs, by sequence.
-    features_NF: of all pairs, one sequence after the other.
     starts: cache column of each sequence's first.
-    firsts: rotary position of column 0, by sequence.
+    firsts: position of column 0, by sequence.
+    layers: the cache.
+    history: has the features.
     """
 
     tokens: Sequence[Sequence[int]]
-    features_NF: Tensor
     starts: Sequence[int]
     firsts: Sequence[int]
-
-    @property
-    def counts(self) -> list[int]:
-        return [len(row) for row in self.tokens]
-
-    @property
-    def ends(self) -> list[int]:
-        return [start + len(row) for start, row in zip(self.starts, self.tokens, strict=True)]
+    layers: Sequence[Tensor]
+    history: FeatureHistory
 
 
 class ChainLaw(NamedTuple):
@@ -54,52 +52,62 @@ class ChainLaw(NamedTuple):
 
 
 class CompiledChain:
-    def __init__(self, model: PackedEagle, target: Target) -> None:
-        self.model, self.target = model, target
+    def __init__(self, model: PackedEagle, target: Target, layer: CompiledLayers) -> None:
+        self.model, self.target, self.layer = model, target, layer
 
     def can_draft(self) -> bool:
         """Whether the head of today's draft vocabulary is of panels."""
         embedding_VE, dtype = self.target.embedding_VE, self.model.dtype
-        if self.model.compiled is None or self.model.head_panels(self.target) is None:
-            return False
-        return embedding_VE.dtype == dtype and embedding_VE.is_contiguous()
+        has_panels = self.model.head_panels(self.target) is not None
+        return has_panels and embedding_VE.dtype == dtype and embedding_VE.is_contiguous()
 
-    def draft(
-        self, missing: Missing, layers_SKLD: Sequence[Tensor], law: ChainLaw, depth: int
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, missing: Missing, law: ChainLaw, depth: int) -> tuple[Tensor, Tensor]:
         """(tokens [B, depth + 1], roots first; logits of level 0, [B, draft vocabulary])."""
-        layer, counts, ends = self.model.compiled, missing.counts, missing.ends
-        assert layer is not None
+        counts, history, layer = [len(row) for row in missing.tokens], missing.history, self.layer
         B, N = len(counts), sum(counts)
-        columns_BT = torch.tensor(missing.starts)[:, None] + torch.arange(max(counts))
-        mask = None if max(counts) == 1 else chain_mask(columns_BT, max(ends), torch.float32)
-        num_heads, rows = layer.config.num_heads, list(zip(counts, ends, strict=True))
-        reading = CompiledAttention(num_heads, layers_SKLD, columns_BT, mask, rows, None)
-        columns_B1, rows = torch.tensor(ends)[:, None], [(1, end + 1) for end in ends]
-        drafting = CompiledAttention(num_heads, layers_SKLD, columns_B1, None, rows, None)
-        arrays = self._weights() | self._buffers(N, B, depth) | _numbers_of(law)
-        arrays |= {"features": missing.features_NF, "ends": np.array(ends), "last": np.cumsum(counts) - 1}
-        arrays |= {"columns": drafting.columns, "rows": drafting.rows}
-        arrays["new_tokens"] = torch.tensor([token for row in missing.tokens for token in row])
-        arrays["tokens"][:, 0] = torch.tensor([row[-1] for row in missing.tokens])
-        cos_PD, sin_PD = self._rope(missing, depth)
+        reading, drafting = _attention(missing, counts, layer.config.num_heads)
+        history.flush()
+        assert len(history.ring_SCF) >= B, "features of every sequence are kept"
+        rotary, rope_at = self._rope(missing, counts, depth)
+        offsets, positions = accumulate(counts, initial=0), map(add, missing.firsts, missing.starts)
+        sequences = zip(offsets, counts, missing.starts, positions, rope_at, strict=False)
+        told = np.array([*chain.from_iterable(sequences), *chain.from_iterable(missing.tokens)])
         counters = np.zeros((depth, NUM_COUNTED, 2), np.int64)
-        given = {"x": arrays["x"], "cos": cos_PD, "sin": sin_PD, "counters": counters}
-        if not self._is_eagle:
-            given["read"] = arrays["pair"]
+        tokens_BN = torch.empty(B, depth + 1, dtype=torch.int64)
+        tensors = self._weights() | rotary | _numbers_of(law)
+        tensors |= {"ring": history.ring_SCF, "tokens": tokens_BN, "columns": drafting.columns}
+        width = tensors["head"].shape[0] * tensors["head"].shape[2]
+        logits_BV = tensors["logits"] = torch.empty(B, width)
+        room, addresses = loops.room_for(self._sizes(N, B) | {"later_logits": B * width})
+        addresses |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        fc = self._place_fc(addresses, depth)
         num_threads = layer.num_threads(B, layer.num_weights + self._num_weights)
-        call = layer.prepare(given, reading, num_threads)
-        calls = arrays["calls"] = call.record.repeat(depth)
-        calls["counters"] += counters.strides[0] * np.arange(depth)
-        calls["num_tokens"][1:], calls["attention"][1:] = B, loops.address_of(drafting.call)
-        for name in ("cos", "sin"):
-            calls[name][1:] += cos_PD[0].nbytes * (N + B * np.arange(depth - 1))
-        numbers = self._sizes(depth) | {"num_items": num_threads, "num_rows": B, "depth": depth}
-        numbers |= {"captured": missing.features_NF.shape[1], "num_draft": self.model.num_proposed}
-        record = loops.record(DRAFT, numbers | {"sharpness": 1 / law.tau}, arrays)
+        given = {name: addresses[name] for name in ("x", "cos", "sin")}
+        given["read"] = 0 if self._is_eagle else addresses["pair"]
+        call, layer_room = layer.prepare(N, given, reading, num_threads)
+        calls = call.repeat(2)
+        calls["num_tokens"][1], calls["attention"][1] = B, loops.address_of(drafting.call)
+        numbers = {
+            "num_items": num_threads,
+            "calls": loops.address_of(calls),
+            "counters": loops.address_of(counters),
+            "sequences": loops.address_of(told),
+            "new_tokens": loops.address_of(told) + told.itemsize * B * len(SEQUENCE),
+            "rows": loops.address_of(drafting.rows),
+            "num_rows": B,
+            "depth": depth,
+            "num_columns": history.num_columns,
+            "ring_columns": history.ring_SCF.shape[1],
+            "captured": history.ring_SCF.shape[2],
+            "head_dim": layer.config.head_dim,
+            "num_rotary": len(rotary["cos_rows"]),
+            "num_draft": self.model.num_proposed,
+            "sharpness": 1 / law.tau,
+        }
+        record = loops.record(DRAFT, {**addresses, **fc, **numbers})
         loops.Loop(compiled(self.model.dtype), record, num_threads).run()
-        del call  # it has held the arrays of the layer
-        return arrays["tokens"], arrays["logits"][:, : self.model.num_proposed]
+        del room, layer_room, reading  # which the records have pointed to
+        return tokens_BN, logits_BV[:, : self.model.num_proposed]
 
     @property
     def _is_eagle(self) -> bool:
@@ -111,14 +119,7 @@ class CompiledChain:
         E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
         return E * ((fc_size if self._is_eagle else 0) + self.model.num_proposed)
 
-    def _sizes(self, depth: int) -> dict[str, int]:
-        E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
-        widths = (2 * E, E, depth) if self._is_eagle else (fc_size, 2 * E, 1)
-        return {"fc_size": fc_size} | dict(
-            zip(("fc_in_width", "fc_out_width", "fc_levels"), widths, strict=True)
-        )
-
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self) -> dict[str, Tensor]:
         model, head = self.model, self.model.head_panels(self.target)
         assert model.fc.panels is not None
         assert head is not None
@@ -133,42 +134,60 @@ class CompiledChain:
             found["token_ids"] = model.token_ids
         return found
 
-    def _buffers(self, num_pairs: int, num_rows: int, depth: int) -> dict[str, Any]:
-        """The logits of level 0 stay."""
+    def _sizes(self, num_pairs: int, num_rows: int) -> dict[str, int]:
+        E, dim = self.model.config.layer.hidden_size, self.model.config.layer.head_dim
+        sizes = {"pair": 2 * E, "x": E, "cos": dim, "sin": dim}
+        if not self._is_eagle:
+            sizes["fc_in"] = self.model.config.fc_size
+        outputs = ("hidden", "outputs") if self.model.config.has_norm else ("hidden",)
+        by_pair = {name: num_pairs * size for name, size in sizes.items()}
+        return by_pair | dict.fromkeys(outputs, num_rows * E)
+
+    def _place_fc(self, addresses: dict[str, int], depth: int) -> dict[str, int]:
+        """EAGLE's fc makes the residual stream of pairs, EAGLE-3's the hidden halves of the missing pairs."""
         E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
-        head = self.model.head_panels(self.target)
-        assert head is not None
-        pair_NI, x_NE = torch.empty(num_pairs, 2 * E), torch.empty(num_pairs, E)
-        hidden_BE = torch.empty(num_rows, E)
-        logits_2BV = torch.empty(2, num_rows, head.num_panels * head.weights.shape[2])
-        return {
-            "tokens": torch.empty(num_rows, depth + 1, dtype=torch.int64),
-            "pair": pair_NI,
-            "x": x_NE,
-            "fc_in": pair_NI if self._is_eagle else torch.empty(num_pairs, fc_size),
-            "fc_out": x_NE if self._is_eagle else pair_NI[:, E:],
-            "hidden": hidden_BE,
-            "outputs": torch.empty(num_rows, E) if self.model.config.has_norm else hidden_BE,
-            "logits": logits_2BV[0],
-            "later_logits": logits_2BV[1],
-        }
+        into_pair = addresses["pair"] + 4 * E
+        if self._is_eagle:
+            places, widths = (addresses["pair"], addresses["x"]), (fc_size, E, depth)
+        else:
+            places, widths = (addresses["fc_in"], into_pair), (fc_size, 2 * E, 1)
+        names = ("fc_in", "fc_out", "fc_in_width", "fc_out_width", "fc_levels")
+        outputs = addresses.get("outputs", addresses["hidden"])
+        return {"fc_size": fc_size, "outputs": outputs} | dict(zip(names, (*places, *widths), strict=True))
 
-    def _rope(self, missing: Missing, depth: int) -> tuple[Tensor, Tensor]:
-        """Of the missing pairs, then of those of the other levels, level by level."""
-        begins = zip(missing.starts, missing.counts, missing.firsts, strict=True)
-        positions = [first + start + i for start, count, first in begins for i in range(count)]
-        ends = [end + first for end, first in zip(missing.ends, missing.firsts, strict=True)]
-        positions += [end + level for level in range(depth - 1) for end in ends]
+    def _rope(
+        self, missing: Missing, counts: Sequence[int], depth: int
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """Rotary rows, and where those of each sequence begin: in the table of all positions, where there is
+        one."""
+        begins, rope = list(map(add, missing.firsts, missing.starts)), self.model.rope
+        if rope.table is not None:
+            return dict(zip(("cos_rows", "sin_rows"), rope.table, strict=True)), begins
+        lengths = [count + depth - 1 for count in counts]
+        ranges = [torch.arange(at, at + length) for at, length in zip(begins, lengths, strict=True)]
         last = self.model.config.layer.max_positions - 1
-        cos_P1D, sin_P1D = self.model.rope.at(torch.tensor(positions).clamp_max(last))
-        return cos_P1D.flatten(1).float(), sin_P1D.flatten(1).float()
+        rows = rope.at(torch.cat(ranges).clamp_max(last))
+        return dict(zip(("cos_rows", "sin_rows"), rows, strict=True)), list(accumulate(lengths, initial=0))
 
 
-def _numbers_of(law: ChainLaw) -> dict[str, Any]:
-    noise = law.noise
-    found = {"keys": noise.keys_B4.numpy().astype(np.uint32), "positions": noise.starts_B}
-    if law.inverse_temperature_B11 is not None:
-        found["inverse_temperatures"] = law.inverse_temperature_B11.flatten().float()
-    if noise.scale_B11 is not None:
-        found["noise_scales"] = noise.scale_B11.flatten().float()
-    return found
+def _attention(
+    missing: Missing, counts: Sequence[int], num_heads: int
+) -> tuple[CompiledAttention, CompiledAttention]:
+    """Of the missing pairs; and of the tokens of a level, whose columns and lengths each level sets."""
+    ends = list(map(add, missing.starts, counts))
+    columns_BT = torch.from_numpy(np.add.outer(missing.starts, np.arange(max(counts))))
+    mask = None if max(counts) == 1 else chain_mask(columns_BT, max(ends), torch.float32)
+    seen = list(zip(counts, ends, strict=True))
+    reading = CompiledAttention(num_heads, missing.layers, columns_BT, mask, seen, None)
+    seen, columns_B1 = [(1, end + 1) for end in ends], torch.from_numpy(np.array(ends)[:, None])
+    return reading, CompiledAttention(num_heads, missing.layers, columns_B1, None, seen, None)
+
+
+def _numbers_of(law: ChainLaw) -> dict[str, Tensor]:
+    possible = {
+        "keys": law.noise.keys_B4,
+        "positions": law.noise.starts_B,
+        "inverse_temperatures": law.inverse_temperature_B11,
+        "noise_scales": law.noise.scale_B11,
+    }
+    return {name: tensor for name, tensor in possible.items() if tensor is not None}

@@ -21,6 +21,9 @@ from tlt.models.kv_budget import BLOCK, whole_blocks
 _MAX_QUEUED = 64
 """Decoding steps in the queue; bounds its memory."""
 
+_FEW_SLOTS = 8
+"""On a CPU as many slices are copied sooner than one index is made."""
+
 
 class FeatureHistory:
     """Holds each slot's latest `window` positions in a ring: position p lies in column p mod C.
@@ -106,7 +109,12 @@ class FeatureHistory:
         skipped = max(features_BTF.shape[1] - self.num_columns, 0)  # a prompt longer than the ring
         starts = [start + skipped for start in starts]
         num_positions = features_BTF.shape[1] - skipped
-        self._reserve(max(slots) + 1, max(starts) + num_positions)
+        end = max(starts) + num_positions
+        self._reserve(max(slots) + 1, end)
+        if self.device.type == "cpu" and len(slots) <= _FEW_SLOTS and end <= self.num_columns:
+            for slot, start, features_TF in zip(slots, starts, features_BTF, strict=True):
+                self.ring_SCF[slot, start : start + num_positions] = features_TF[skipped:]
+            return
         self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
 
     def _index(

@@ -73,7 +73,7 @@ class PairCache(DraftCache):
         if model.compiled is not None:
             from tlt.drafter.drafting.learned.compiled_chain import CompiledChain
 
-            self.chain = CompiledChain(model, target)
+            self.chain = CompiledChain(model, target, model.compiled)
 
     def begin(self, context: DraftContext, strategy: Strategy, roots_B1: Tensor) -> Levels:
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
@@ -90,17 +90,12 @@ class PairCache(DraftCache):
         if max(end - start for start, end in zip(starts, num_pairs, strict=True)) > FEW_TOKENS:
             starts = [end - 1 for end in num_pairs]
             self._read_missing(context, self.counts[: len(starts)], starts)
-        firsts, slots, positions = self.firsts[: len(starts)], list[int](), list[int]()
-        for slot, (first, start, end) in enumerate(zip(firsts, starts, num_pairs, strict=True)):
-            slots += [slot] * (end - start)
-            positions += range(first + start, first + end)
-        features_NF = self.history.gather(torch.tensor(slots), torch.tensor(positions))
-        tokens = [
-            t[first + start + 1 :] for t, first, start in zip(context.tokens, firsts, starts, strict=True)
-        ]
-        missing = Missing(tokens, features_NF, starts, firsts)
+        firsts = self.firsts[: len(starts)]
+        begins = [first + start + TOKEN_AHEAD for first, start in zip(firsts, starts, strict=True)]
+        tokens = [tokens[begin:] for tokens, begin in zip(context.tokens, begins, strict=True)]
+        missing = Missing(tokens, starts, firsts, self.cache.layers, self.history)
         law = ChainLaw(noise, context.params.inverse_temperature_B11, tau)
-        drafted = self.chain.draft(missing, self.cache.layers, law, depth)
+        drafted = self.chain.draft(missing, law, depth)
         self.counts[: len(starts)] = num_pairs
         return drafted
 
