@@ -136,15 +136,17 @@ def test_every_token_has_the_best_score_level_by_level(
         )
 
 
-@pytest.mark.parametrize("num_draft", [None, 160])
+@pytest.mark.parametrize(("num_draft", "is_tabled"), [(None, False), (160, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
 @torch.inference_mode()
 def test_eagles_tokens_guesses_and_cache_are_those_of_level_by_level_to_the_bit(
-    form: tuple[Method, bool, bool], dtype: torch.dtype, num_draft: int | None
+    form: tuple[Method, bool, bool], dtype: torch.dtype, num_draft: int | None, is_tabled: bool
 ) -> None:
     target = target_of(dtype)
     ours, theirs = drafter_of(form, target, num_draft), level_by_level(drafter_of(form, target, num_draft))
+    if not is_tabled:  # of a window too long for tables
+        ours.model.rope.table = theirs.model.rope.table = None
     num_judged = 0
     for context, noise in steps([ours, theirs], FEW + 3 * FEW[1:]):
         one, other = (drafter.propose(context, STRATEGY, noise) for drafter in (ours, theirs))

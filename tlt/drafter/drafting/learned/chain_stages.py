@@ -31,8 +31,8 @@ from tlt.models.compiled_stages import (
 from tlt.speculation.law.compiled import CHUNK, near_noise
 
 SEQUENCE = ("offset", "count", "start", "position", "rope")
-"""Of a sequence: where its `count` missing pairs begin among all; cache column, position and rotary row of the
-first."""
+"""Of a sequence: where its `count` missing pairs begin among all; the first's cache column, position and
+rotary row."""
 _OFFSET, _COUNT, _START, _POSITION, _ROPE = range(len(SEQUENCE))
 
 _ADDRESSES = (
