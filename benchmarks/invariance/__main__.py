@@ -82,7 +82,7 @@ def _asked(requests: Sequence[Request]) -> list[dict[str, Any]]:
 def job_of(options: argparse.Namespace, dtype: str, folder: Path) -> Job:
     """Returns what all processes of a row are told; `drafts` and `repairs` differ."""
     stop_ids = load_tokenizer(options.model).stop_ids
-    asked, law = (requests_of(options, num, stop_ids) for num in (options.num, options.law))
+    asked, law = (requests_of(options, num, stop_ids) if num else [] for num in (options.num, options.law))
     longest = max(len(request.prompt_ids) for request in (*asked, *law)) + options.max_tokens
     return {
         "model": str(options.model.absolute()),
@@ -146,9 +146,12 @@ def _read(options: argparse.Namespace, path: Path) -> tuple[Rollout, ...]:
 
 
 def _judge(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    (mode,) = _audit(path.parent, "responses", options.model, path, "--threads", options.threads)["modes"]
-    found: dict[str, Any] = mode
-    return found
+    report = _audit(path.parent, "responses", options.model, path, "--threads", options.threads)
+    return _verdict(report["modes"][0])
+
+
+def _verdict(mode: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: mode[key] for key in ("verdict", "reasons", "num_tokens", "max_log10_e", "tokens_for_power")}
 
 
 def _counts(one: Relation) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def measure_tlt(options: argparse.Namespace, dtype: str, folder: Path) -> dict[s
     first = [f"{drafts[0]}, batch of 1", f"{drafts[-1]}, batch of 1"]
     return {
         "versions": {"tlt": environment()["tlt"]},
-        "law": dict(zip(("off", "on"), modes, strict=False)),
+        "law": dict(zip(("off", "on"), map(_verdict, modes), strict=False)),
         "ways": {
             **{f"batch of {n}": sampled[f"off, batch of {n}"] for n in BATCHES},
             "drafts": worst,
@@ -228,7 +231,7 @@ HEAD = [
 ]  # fmt: skip
 SAID = (
     "Lawful: the audit's verdict and the tokens judged. Then log-probabilities that differ in any bit from those of one request at "
-    "a time, of how many, and the largest difference in nats; drafts: from those without drafts, where tokens are equal (TLT: its "
+    "a time, of how many up to where tokens part, and the largest difference in nats; drafts: from those without drafts, where tokens are equal (TLT: its "
     "worst mode and batch, sampled; others: greedy). On = off: responses whose tokens are equal with drafts and without, sampled "
     "with the same seed, and greedy. vLLM without prefix caching; vllm-repaired: with the one faulty function of its CPU build "
     "replaced (docs/audit.md). A dash: not measured, or the engine has no such way."
@@ -258,7 +261,9 @@ def _way_cell(way: Mapping[str, Any] | None) -> str:
     if way is None:
         return "–"
     gap = f", {way['largest']:.0e}" if way["num_differing"] else ""
-    return f"{way['num_differing']:,} of {way['num_logprobs']:,}{gap}"
+    equal, num = way["num_equal"], way["num_responses"]
+    parted = f"; tokens equal in {equal} of {num}" if equal < num else ""
+    return f"{way['num_differing']:,} of {way['num_logprobs']:,}{gap}{parted}"
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -313,6 +318,11 @@ def main() -> None:
             rows = [row, *(other for other in others if _key(other) != _key(row))]
             ordered = {"rows": sorted(rows, key=_order)}
             write_report(options.out, ordered, to_markdown(ordered))
+
+
+def _command(parser: argparse.ArgumentParser) -> str:
+    """Returns the command without this machine's folders."""
+    return command_of(parser, [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]])
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
