@@ -18,6 +18,8 @@ DRAFTED, SUFFIX = 4, 2
 
 
 class Llama:
+    drafts_in_batches = False
+
     def __init__(self, job: Job) -> None:
         self.job, self.versions = job, {"llama-cpp-python": version("llama-cpp-python")}
         llama.llama_log_set(SILENT, None)

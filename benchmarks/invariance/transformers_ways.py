@@ -44,6 +44,8 @@ def _gumbel(seed: int, place: int, size: int) -> Tensor:
 
 
 class Transformers:
+    drafts_in_batches = False
+
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job["threads"])
         self.job, self.versions = job, {"transformers": version("transformers"), "torch": torch.__version__}

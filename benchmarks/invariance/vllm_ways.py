@@ -13,6 +13,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4,
 
 
 class Vllm:
+    drafts_in_batches = True
+
     def __init__(self, job: Job) -> None:
         if job["repairs"]:
             repair_expand()

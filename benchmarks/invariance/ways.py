@@ -47,6 +47,7 @@ class Engine(Protocol):
     """An engine with its drafts on or off."""
 
     versions: dict[str, str]
+    drafts_in_batches: bool
 
     def respond(self, asked: list[Asked], temperature: float, is_repeatable: bool) -> list[Answer]:
         """Answers all at once, with log-probabilities.
@@ -81,7 +82,8 @@ def serve(prepare: Callable[[Job], Engine]) -> None:
     _write(out / f"seeded-{name}.jsonl", in_batches(asked, 1, 1.0, False))
     _write(out / f"greedy-{name}.jsonl", in_batches(asked, 1, 0.0, False))
     if for_law:
-        law = in_batches(for_law, 1 if job["drafts"] else max(job["batch_sizes"]), 1.0, False)
+        is_single = job["drafts"] and not engine.drafts_in_batches
+        law = in_batches(for_law, 1 if is_single else max(job["batch_sizes"]), 1.0, False)
         _write(out / f"law-{name}.jsonl", [replace(one, logprobs=[]) for one in law])
 
 
