@@ -39,7 +39,7 @@ DEPTH = 5
 STRATEGY = Strategy("learned", DEPTH, 1, DEPTH)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 PARAMS = [SamplingParams(temperature=t) for t in (1.0, 0.6, 0.0, 1.4)]
-FEW = [[30, 9, 61, 2], [1, 4, 2, 3], [6, 6, 6, 6], [1, 1, 1, 1]]
+FEW = [[30, 9, 91, 2], [1, 4, 2, 3], [6, 6, 6, 6], [1, 1, 1, 1]]
 """Committed tokens, by step and sequence."""
 MANY = [*FEW, [FEW_TOKENS + 3, 1, 1, 2], [2, 1, 1, 2]]
 """The first sequence misses more than is read in one call; the third comes to the end of the window."""
