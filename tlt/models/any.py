@@ -23,6 +23,7 @@ from transformers import __version__ as version
 
 from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
+from tlt.models.attention import PackedCausal
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import Policy, Reader
 from tlt.models.routing import Routing, watch_routers
@@ -51,7 +52,10 @@ class AnyTransformer(Policy):
             experts_implementation="eager" if dtype == torch.float64 else None,  # grouped products lack it
         ).eval()
         self._unregistered: tuple[PreTrainedModel] = (module,)  # its children are
-        self.stack_name = module.base_model_prefix
+        prefix = module.base_model_prefix
+        self.stack_name = (
+            prefix if hasattr(module, prefix) else "model"
+        )  # Llama 4's prefix is the whole model's
         self.add_module(self.stack_name, getattr(module, self.stack_name))
         self.lm_head = None if config.tie_embeddings else module.get_output_embeddings()
         self.initialize_buffers(torch.get_default_device())
@@ -112,6 +116,10 @@ class AnyTransformer(Policy):
         routing: Routing | None = None,
     ) -> Any:
         """routing: of a model with experts, to record or to replay."""
+        if self.config.is_hybrid and isinstance(attend, PackedCausal):
+            assert attend.num_sequences == 1, "a state would go on from one sequence to the next"
+        if self.config.mixes_heads:
+            attend = _with_largest_heads(attend, self.config)
         found = self.stack(
             input_ids=token_ids_N[None],
             position_ids=positions_N[None],
@@ -147,6 +155,24 @@ class AnyTransformer(Policy):
 
     def logits(self, features: Tensor) -> Tensor:
         return self.config.finish_logits(F.linear(features, self.head_weight))
+
+
+def _with_largest_heads(attend: Attention, config: AnyConfig) -> Attention:
+    """Attention over a cache whose layers have one shape: zeros fill a head, and a kv head is repeated.
+    Scores and sums stay the same."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def attended(layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        num_tokens, num_all, head_dim = qkv_NSD.shape
+        num_kv_heads = (num_all - H) // 2
+        q_NHD, k_NKD, v_NKD = qkv_NSD.split([H, num_kv_heads, num_kv_heads], dim=1)
+        k_NKD, v_NKD = (x.repeat_interleave(K // num_kv_heads, dim=1) for x in (k_NKD, v_NKD))
+        filled_NSD = F.pad(torch.cat([q_NHD, k_NKD, v_NKD], dim=1), (0, D - head_dim))
+        scale = head_dim**-0.5 if form.scale is None else form.scale
+        out_NC = attend(layer, filled_NSD, replace(form, scale=scale))
+        return out_NC.view(num_tokens, H, D)[..., :head_dim].flatten(1)
+
+    return attended
 
 
 def _checkpointed(forward: Any) -> Any:

@@ -51,6 +51,10 @@ class PackedCausal:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self._packed: flash.PackedLengths | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
@@ -93,6 +97,10 @@ class SharedPrompts(PackedCausal):
         super().__init__(config, [part for prompt, own in families for part in (prompt, *own)])
         self.families = [(prompt, list(own)) for prompt, own in families]
         self._copied: tuple[Tensor, Tensor, flash.PackedLengths] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._runs())
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         spans = [span for prompt, own in self.families for span in ((0, prompt), *((prompt, n) for n in own))]

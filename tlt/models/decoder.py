@@ -52,6 +52,9 @@ class ModelConfig:
     experts_per_token: int = 0
     is_text_part: bool = False
     """Whether the checkpoint also reads images (hf/text_part.py)."""
+    is_hybrid: bool = False
+    """Whether layers carry a state from token to token (linear attention, convolutions): a forward has one
+    sequence."""
     head_scale: float = 1.0
     head_softcap: float | None = None
 

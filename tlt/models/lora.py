@@ -23,6 +23,7 @@ from tlt.base.config.lora import ALL_LINEAR, LoraSection
 from tlt.base.types import UserError
 from tlt.models.decoder import Linear, ModelConfig, Policy
 from tlt.models.new import new_transformer
+from tlt.models.routing import routers_of
 
 
 class AdaptedLayer:
@@ -77,7 +78,8 @@ class LoraExperts(nn.Module, AdaptedLayer):
         super().__init__()
         self._base, self.name = (experts,), name  # its parent, no child
         num_experts, *sides = getattr(experts, name).shape
-        num_out, num_in = reversed(sides) if experts.is_transposed else sides
+        self.is_transposed = getattr(experts, "is_transposed", True)  # Llama 4's do not say it
+        num_out, num_in = reversed(sides) if self.is_transposed else sides
         self.lora_A = nn.Linear(num_in, lora.rank * num_experts, bias=False, device="meta", dtype=dtype)
         self.lora_B = nn.Linear(lora.rank * num_experts, num_out, bias=False, device="meta", dtype=dtype)
         self.rank, self.scale = lora.rank, lora.scale
@@ -91,7 +93,7 @@ class LoraExperts(nn.Module, AdaptedLayer):
         """Rows are experts."""
         a_ERI = a.view(-1, self.rank, a.shape[1])[rows].to(weight.dtype)
         b_EOR = b.view(len(b), self.rank, -1).permute(2, 0, 1)[rows].to(weight.dtype)
-        if self._base[0].is_transposed:
+        if self.is_transposed:
             return torch.baddbmm(weight, a_ERI.mT, b_EOR.mT, alpha=self.scale)
         return torch.baddbmm(weight, b_EOR, a_ERI, alpha=self.scale)
 
@@ -143,14 +145,16 @@ OF_EXPERTS = "_lora"
 
 
 def _matrices(model: Policy) -> dict[str, Tensor]:
-    """What can be adapted, by its name in the module."""
-    within = {id(module) for layer in model.layers for module in layer.modules()}
+    """What can be adapted, by its name in the module: not routers, convolutions, or gates of one number."""
+    routers = {id(module) for router in routers_of([*model.layers]) for module in router.modules()}
+    within = {id(module) for layer in model.layers for module in layer.modules()} - routers
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         if id(module) in within
         for name, parameter in module.named_parameters(recurse=False)
-        if (isinstance(module, nn.Linear) and name == "weight") or parameter.dim() == 3
+        if (isinstance(module, nn.Linear) and name == "weight" and min(parameter.shape) > 1)
+        or (parameter.dim() == 3 and not isinstance(module, nn.Conv1d))
     }
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig, Policy, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.models.target import Target
+
+OF_HYBRIDS = "its linear attention or convolutions carry a state that no draft can be taken back from"
 
 
 def new_transformer(
@@ -23,7 +26,12 @@ def new_transformer(
 def new_target(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", borrows: bool = False
 ) -> Target:
-    """borrows: whether unchanged tensors are the policy's own memory, if dtype and device agree."""
+    """borrows: whether unchanged tensors are the policy's own memory, if dtype and device agree.
+
+    UserError for a hybrid.
+    """
+    if config.is_hybrid:
+        raise UserError(f"model: {OF_HYBRIDS}, so no drafter can read it; leave the drafter out")
     if isinstance(config, AnyConfig):
         from tlt.models.any import AnyTarget
 

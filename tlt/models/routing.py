@@ -46,7 +46,15 @@ def watch_routers(layers: Sequence[nn.Module]) -> tuple[int, int]:
     found = [(layer, router) for layer in layers for router in routers_of([layer])]
     for number, (layer, router) in enumerate(found):
         _watch(layer, router, number)
-    return len(found), max((int(router.top_k) for _, router in found), default=0)  # type: ignore[arg-type]
+    return len(found), max((_sizes(router)[0] for _, router in found), default=0)
+
+
+def _sizes(router: nn.Module) -> tuple[int, int]:
+    """(experts that a token takes, experts). Gemma 4's router keeps them in its configuration."""
+    if hasattr(router, "top_k"):
+        return int(router.top_k), int(router.num_experts)  # type: ignore[arg-type]
+    config: Any = router.config
+    return config.top_k_experts, config.num_experts
 
 
 def _watch(layer: nn.Module, router: nn.Module, number: int) -> None:
@@ -76,7 +84,7 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, routing: Routing, number: int, router: nn.Module) -> None:
         super().__init__()
-        self.routing, self.number, self.num_experts = routing, number, router.num_experts
+        self.routing, self.number, self.num_experts = routing, number, _sizes(router)[1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.models.families import EVERY, reference
+from tests.unit.models.families import EVERY, precision
 from tests.unit.models.measured import measure
-from tests.unit.models.test_any import REFUSED
+from tests.unit.models.test_any import HYBRID, REFUSED
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +21,10 @@ def test_the_table_has_thirty_configurations_that_are_computed() -> None:
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_published_configuration_is_computed_as_transformers_computes_it(name: str) -> None:
     found = measure(name)
-    precise = 1e-9 if reference(name).config._attn_implementation == "sdpa" else 1e-6
-    for dtype, tolerance in (("float64", precise), ("float32", 1e-4)):
-        assert max(found[dtype]["logprob_gap"], found[dtype]["greedy_gap"]) < tolerance
-        assert found[dtype]["other"] == 0
-    assert found["other_by_eagle"] == 0
+    for dtype, tolerance in (("float64", precision(name)), ("float32", 1e-4)):
+        assert max(found[dtype]["logprob_gap"], found[dtype].get("greedy_gap", 0.0)) < tolerance
+        assert found[dtype].get("other", 0) == 0
+    assert found.get("other_by_eagle") == (None if name in HYBRID else 0)
     assert found["gradient_error"] < 1e-5
     assert found["adapter_gap"] < 1e-9
     assert found["saved_otherwise"] == []

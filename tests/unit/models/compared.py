@@ -99,8 +99,8 @@ def num_other_by_eagle(name: str) -> int:
     return sum(found[key].token_ids != off[key].token_ids for key in off)
 
 
-def trainable(name: str) -> AnyTransformer:
-    own = AnyTransformer(config_of(name), torch.float64, checkpoints_activations=True)
+def trainable(name: str, dtype: torch.dtype = torch.float64) -> AnyTransformer:
+    own = AnyTransformer(config_of(name), dtype, checkpoints_activations=True)
     stored = reference(name).state_dict()
     own.load_state_dict({path: stored[path] for path in own.state_dict()})
     return own
@@ -122,11 +122,22 @@ def make_policy(name: str, **lora: Any) -> Policy:
 
 
 def logits_of(model: Any) -> Tensor:
-    attend = PackedCausal(model.config, [30, 12])
+    attend = PackedCausal(model.config, [42] if model.config.is_hybrid else [30, 12])
     tokens = torch.randint(4, VOCAB, (42,), generator=torch.Generator().manual_seed(0))
     features = model(tokens, attend.positions(), attend)
     logits: Tensor = model.logits(features)
     return logits
+
+
+def logprob_gap(name: str, dtype: torch.dtype) -> float:
+    """Returns how far the update's log-probabilities of a hybrid's sequence are from transformers', at most."""
+    own = trainable(name, dtype)
+    tokens = torch.randint(4, VOCAB, (110,), generator=torch.Generator().manual_seed(0))
+    attend = SharedPrompts(own.config, [(70, [40])])
+    with torch.no_grad():
+        found_NV = own.logits(own(tokens, attend.positions(), attend)).double().log_softmax(-1)
+    gap_NV = (found_NV - logprobs(reference(name), tokens.tolist())).abs()
+    return gap_NV[69:-1].gather(1, tokens[70:, None]).max().item()
 
 
 def adapter_gap(name: str) -> float:
@@ -139,18 +150,23 @@ def adapter_gap(name: str) -> float:
 
 
 def gradient_error(name: str) -> float:
-    """Returns ‖found - wanted‖ / ‖wanted‖ of the worst tensor: packed sequences with a shared prompt, against
-    transformers' gradient of one sequence at a time."""
+    """Returns ‖found - wanted‖ / ‖wanted‖ of the worst tensor: packed sequences with a shared prompt, or a hybrid's
+    one after the other, against transformers' gradient of one sequence at a time."""
     config, model, own = config_of(name), reference(name), trainable(name)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(4, VOCAB, (20,), generator=generator)
     responses = [torch.randint(4, VOCAB, (length,), generator=generator) for length in (30, 50)]
-    attend = SharedPrompts(config, [(20, [30, 50])])
-    tokens = torch.cat([prompt, *responses])
-    logprobs_NV = own.logits(own(tokens, attend.positions(), attend)).log_softmax(-1)
     weights = torch.linspace(-1, 1, 100, dtype=torch.float64)
-    chosen_N = logprobs_NV.gather(1, tokens.roll(-1)[:, None])[:, 0] * weights
-    chosen_N[[*range(20, 49), *range(50, 99)]].sum().backward()
+    for places in ((0,), (1,)) if config.is_hybrid else ((0, 1),):
+        attend = SharedPrompts(config, [(20, [len(responses[i]) for i in places])])
+        tokens = torch.cat([prompt, *(responses[i] for i in places)])
+        logprobs_NV = own.logits(own(tokens, attend.positions(), attend)).log_softmax(-1)
+        chosen_N, begin = logprobs_NV.gather(1, tokens.roll(-1)[:, None])[:, 0], 20
+        for i in places:
+            length, first = len(responses[i]), (20, 50)[i]
+            chosen = chosen_N[begin : begin + length - 1] * weights[first : first + length - 1]
+            chosen.sum().backward(retain_graph=True)
+            begin += length
     model.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
     for response, start in zip(responses, (20, 50), strict=True):

@@ -49,10 +49,47 @@ def shrunk(name: str) -> dict[str, Any]:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             raw |= {key: 8, "moe_intermediate_size": 32}
-    for key in ("num_experts_per_tok", "experts_per_token"):
+    for key in ("num_experts_per_tok", "experts_per_token", "top_k_experts"):
         if raw.get(key):
-            raw[key] = 2
-    return raw
+            raw[key] = min(raw[key], 2)
+    shrink = {"gemma4_text": _shrunk_gemma4, "lfm2": _shrunk_lfm2}.get(raw["model_type"], dict)
+    return shrink(raw | {key: size for key, size in SIZES.items() if raw.get(key)})
+
+
+SIZES: dict[str, Any] = {
+    "intermediate_size_mlp": 128,
+    "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Of Llama 4, and of Qwen's hybrids."""
+
+
+def _shrunk_gemma4(raw: dict[str, Any]) -> dict[str, Any]:
+    """Half of the layers share keys and values where some do."""
+    raw |= {
+        "global_head_dim": 2 * raw["head_dim"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    raw |= {
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2 * bool(raw["num_kv_shared_layers"]),
+    }
+    raw |= {"num_global_key_value_heads": 1 if raw["num_global_key_value_heads"] else None}
+    return raw | {"hidden_size_per_layer_input": 8 * bool(raw["hidden_size_per_layer_input"])}
+
+
+def _shrunk_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw | dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), 64) | {
+        "block_ff_dim": 96, "block_multiple_of": 16, "full_attn_idxs": [2],
+    }  # fmt: skip
+
+
+def precision(name: str) -> float:
+    """In float64, of log-probabilities: transformers rounds to float32 in these families."""
+    return 1e-6 if EVERY[name]["model_type"] in ("gemma2", "gpt_oss", "llama4_text") else 1e-9
 
 
 @cache

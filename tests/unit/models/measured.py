@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from tests.unit.models import compared
 from tests.unit.models.families import EVERY
@@ -34,13 +35,24 @@ def published(name: str) -> AnyConfig:
 
 def kinds_of_attention(config: AnyConfig, raw: Mapping[str, Any]) -> str:
     windows = [window for window in config.windows if window is not None]
+    if config.is_hybrid:
+        num = parse_layers(raw).count("full_attention")
+        return ", ".join([f"full in {num} of {config.num_layers} layers", *_experts(config)])
     said = f"{len(windows)} of {config.num_layers} layers see {windows[0]:,} tokens" if windows else "full"
     caps = (
         [f"scores capped at {raw['attn_logit_softcapping']:g}"] if raw.get("attn_logit_softcapping") else []
     )
     sinks = ["sinks"] if raw["model_type"] == "gpt_oss" else []
-    experts = [f"{config.num_experts} experts"] if config.num_experts else []
-    return ", ".join([said, *caps, *sinks, *experts])
+    return ", ".join([said, *caps, *sinks, *_experts(config)])
+
+
+def _experts(config: AnyConfig) -> list[str]:
+    return [f"{config.num_experts} experts"] if config.num_experts else []
+
+
+def parse_layers(raw: Mapping[str, Any]) -> list[str]:
+    kinds: list[str] = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).layer_types
+    return kinds
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -54,11 +66,15 @@ def measure(name: str) -> dict[str, Any]:
     found["parameters"] = count_parameters(config)
     found["own"] = own_config(name) is not None
     for dtype in (torch.float64, torch.float32):
+        if config.is_hybrid:
+            found[str(dtype).removeprefix("torch.")] = {"logprob_gap": compared.logprob_gap(name, dtype)}
+            continue
         result = compared.generated(name, dtype)
         key = str(dtype).removeprefix("torch.")
         found[key] = {"logprob_gap": result.logprob_gap, "greedy_gap": result.greedy_gap}
         found[key] |= {"other": result.num_other, "responses": result.num_responses}
-    found["other_by_eagle"] = compared.num_other_by_eagle(name)
+    if not config.is_hybrid:
+        found["other_by_eagle"] = compared.num_other_by_eagle(name)
     found["gradient_error"] = compared.gradient_error(name)
     found["adapter_gap"] = compared.adapter_gap(name)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,28 +12,39 @@ from transformers import AttentionInterface
 
 from tests.refused import refused
 from tests.unit.models.compared import (
+    adapter_gap,
     config_of,
     differing_tensors_when_saved_again,
     generated,
     gradient_error,
+    logprob_gap,
+    trainable,
 )
-from tests.unit.models.families import PUBLISHED, VOCAB, logprobs, reference, shrunk
+from tests.unit.models.families import EVERY, PUBLISHED, VOCAB, logprobs, precision, reference, shrunk
+from tlt.base.speculation import parse_speculation
+from tlt.base.types import Rollout
+from tlt.engine.build.engine import check_hybrid
 from tlt.models.attention import PackedCausal, SharedPrompts
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.config import OtherComputation, config_to_hf, parse_config
-from tlt.models.hf.families import CHECKED, load_model_config, parse_any
+from tlt.models.hf.families import CHECKED, HYBRIDS, load_model_config, parse_any
 from tlt.models.hf.weights import StoredTensors, read_safetensors
+from tlt.models.new import new_target
+from tlt.training.update.plan import Experience, plan_share
 
+HYBRID = [name for name, raw in EVERY.items() if raw["model_type"] in HYBRIDS]
 COMPUTED = [name for name, raw in PUBLISHED.items() if raw["model_type"] in CHECKED and name != "Phi-4-mini"]
-REFUSED = [name for name in PUBLISHED if name not in COMPUTED]
+COMPUTED = [name for name in COMPUTED if name not in HYBRID]
+REFUSED = [name for name in PUBLISHED if name not in (*COMPUTED, *HYBRID)]
+TEXT_PARTS = ["gemma-4-E2B", "gemma-4-26B-A4B", "Llama-4-Scout-17B-16E"]
+"""Which the checkpoints that also read images hold."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", COMPUTED + TEXT_PARTS)
 def test_trees_and_off_generate_what_transformers_computes(name: str, dtype: torch.dtype) -> None:
     found = generated(name, dtype)
-    precise = 1e-9 if reference(name).config._attn_implementation == "sdpa" else 1e-6
-    assert max(found.logprob_gap, found.greedy_gap) < (1e-4 if dtype == torch.float32 else precise)
+    assert max(found.logprob_gap, found.greedy_gap) < (1e-4 if dtype == torch.float32 else precision(name))
     assert found.num_other == 0
     assert found.accept_length > 1.5
 
@@ -104,12 +115,56 @@ def test_an_argument_of_attention_that_nobody_here_knows_is_refused_and_an_absen
         attended(score_bias=torch.ones(6), block_mask=False)
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", COMPUTED + TEXT_PARTS + HYBRID)
 def test_packed_families_have_the_gradients_of_one_sequence_at_a_time(name: str) -> None:
     assert gradient_error(name) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gemma-3-1b", "Mixtral-8x7B", "GLM-4.5-Air", "gpt-oss-20b", "Apertus-8B"])
+@pytest.mark.parametrize("name", HYBRID)
+def test_the_update_has_a_hybrid_s_log_probabilities_with_and_without_adapters(name: str) -> None:
+    assert logprob_gap(name, torch.float64) < 1e-9
+    assert logprob_gap(name, torch.float32) < 1e-4
+    assert adapter_gap(name) < 1e-9
+
+
+def test_a_hybrid_s_update_computes_one_response_at_a_time() -> None:
+    config = config_of("LFM2-1.2B")
+    responses = [
+        Experience(Rollout("p", i, (1,), (4, 5), (0.0, 0.0), "length", 0), (1.0, 1.0), True) for i in range(3)
+    ]
+    assert [len(batch.responses) for batch in plan_share(responses, config, 8192, 1, 0)] == [1, 1, 1]
+    own, attend = trainable("LFM2-1.2B"), PackedCausal(config, [4, 6])
+    with pytest.raises(AssertionError, match="a state would go on from one sequence to the next"):
+        own(torch.arange(10), attend.positions(), attend)
+
+
+def test_a_hybrid_generates_in_vllm_alone_without_drafts() -> None:
+    config, off, fixed = config_of("LFM2-1.2B"), parse_speculation("off"), parse_speculation("4x1x4")
+    check_hybrid(config, "vllm", off)
+    check_hybrid(config_of("Qwen3-0.6B"), "tlt", fixed)
+    with refused(
+        "engine: tlt cannot generate with this model: its linear attention or convolutions .*; give vllm"
+    ):
+        check_hybrid(config, "tlt", off)
+    with refused("speculation: is 4x1x4, but this model cannot be drafted for: .*; give off"):
+        check_hybrid(config, "vllm", fixed)
+    with refused("model: its linear attention or convolutions .*, so no drafter can read it"):
+        new_target(config, torch.float32)
+
+
+def test_llama_4_is_computed_up_to_its_chunk_and_its_first_change_of_temperature() -> None:
+    raw = {**shrunk("Llama-4-Scout-17B-16E"), "attention_chunk_size": 128}
+    assert parse_any(raw, "config.json").max_positions == 128
+    assert parse_any(raw | {"floor_scale": 64}, "config.json").max_positions == 63
+    assert (
+        parse_any(raw | {"floor_scale": 64, "attn_temperature_tuning": False}, "config.json").max_positions
+        == 128
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma-3-1b", "Mixtral-8x7B", "GLM-4.5-Air", "gpt-oss-20b", "Apertus-8B", *TEXT_PARTS, *HYBRID]
+)
 def test_a_checkpoint_is_read_and_written_with_transformers_names(name: str, tmp_path: Path) -> None:
     """Experts are fused in a module and single in a file; GLM and Apertus store buffers, too."""
     assert differing_tensors_when_saved_again(name, tmp_path) == []

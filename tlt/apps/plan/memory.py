@@ -174,7 +174,9 @@ def captured_size(r: PlannedRun) -> int:
 
 
 def slot_bytes(r: PlannedRun, length: int) -> int:
-    num_bytes = Cache(r.model, r.model.num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
+    # a hybrid's states are left out: a few tokens' bytes
+    num_layers = len(count_kept(r.model, LoraSection()).forms) if r.model.is_hybrid else r.model.num_layers
+    num_bytes = Cache(r.model, num_layers, r.engine_dtype, META, r.num_slots).slot_bytes(length)
     if r.drafter is None or not r.drafts_by_learned or r.uses_vllm:
         return num_bytes
     target = new_target(replace(r.model, num_layers=1, max_positions=1), r.engine_dtype, META)
@@ -233,7 +235,8 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     ):  # computed once for a problem's responses (training/update/plan.py)
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
-    tokens = min(max(r.config.algorithm.tokens_per_micro_batch, r.longest), computed)
+    budget = r.longest if c.is_hybrid else max(r.config.algorithm.tokens_per_micro_batch, r.longest)
+    tokens = min(budget, computed)
     kept, is_checkpointed = count_kept(c, lora), parallel.checkpoint_activations
     scores = kept.scores(r.longest, c.num_heads, size, has_kernel=r.is_gpu and size == 2)
     if is_checkpointed:

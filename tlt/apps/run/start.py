@@ -27,6 +27,7 @@ from tlt.base.types import UserError
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.shape import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
+from tlt.engine.build.engine import check_hybrid
 from tlt.engine.build.model import drafter_folder, model_folder, read_start
 from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
@@ -227,6 +228,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config), config.model.implementation)
+    check_hybrid(model, config.rollout.engine, config.rollout.speculation)
     if config.rollout.router_replay and not model.num_experts:
         what = f"rollout.router_replay: is true, but {config.model.path} has no experts to route to"
         raise UserError(f"{what}; set it to false")

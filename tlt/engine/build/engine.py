@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tlt.base.spans import Span
-from tlt.base.speculation import Off
+from tlt.base.speculation import Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
@@ -29,7 +29,8 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Decode
 from tlt.engine.settings import EngineSettings
 from tlt.models.decoder import ModelConfig
-from tlt.models.new import new_target
+from tlt.models.hf.limits import Limits
+from tlt.models.new import OF_HYBRIDS, new_target
 from tlt.models.target import Target
 from tlt.speculation.law.verify import Verify
 from tlt.speculation.law.verify import verify as verify_by_the_law
@@ -104,6 +105,7 @@ def build_backend(
 
     references: earlier responses to draft from, unless speculation is off; engine "tlt" only.
     """
+    check_hybrid(model.config, settings.engine, settings.speculation)
     if settings.engine == "tlt":
         assert isinstance(model, Model), "load_model_for refuses others"
         config, tuner = model.config, None
@@ -127,6 +129,18 @@ def build_backend(
     from tlt.engine.build.vllm import build_vllm
 
     return build_vllm(model, settings, drafter, on_span=on_span)
+
+
+def check_hybrid(model: Limits, engine: str, speculation: Speculation) -> None:
+    """UserError for a hybrid, except where vLLM generates without drafts."""
+    if not isinstance(model, ModelConfig) or not model.is_hybrid:
+        return
+    if engine != "vllm":
+        raise UserError(f"engine: {engine} cannot generate with this model: {OF_HYBRIDS}; give vllm")
+    if not isinstance(speculation, Off):
+        raise UserError(
+            f"speculation: is {speculation}, but this model cannot be drafted for: {OF_HYBRIDS}; give off"
+        )
 
 
 def load_engine(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tlt.base.spans import Span
@@ -24,9 +25,11 @@ from tlt.engine.vllm.engine import Drafting, VllmEngine
 from tlt.engine.vllm.link import Link, needs_own_process
 from tlt.engine.vllm.settings import VllmSettings
 from tlt.engine.vllm.strategies import draft_depths, vllm_kinds
+from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.conversion import conversion_of
 from tlt.models.hf.files import read_json
+from tlt.models.hf.limits import Limits
 from tlt.models.new import new_target
 from tlt.models.packed import EMBEDDING, HEAD
 from tlt.speculation.tuner.tuner import make_tuner
@@ -45,6 +48,7 @@ def build_vllm(
 
     model: without tensors vLLM keeps the folder's weights.
     """
+    _refuse_on_cpu(model.config)
     kinds = vllm_kinds(asked.speculation, stored is not None)
     learned = stored if kinds == ("learned",) else None
     block = Strategy.MAX_DEPTH if learned is None else learned.config.max_depth
@@ -92,6 +96,14 @@ def build_vllm(
         engine.load_policy(model.tensors)
     check_law(engine, model.config.vocab_size)
     return engine
+
+
+def _refuse_on_cpu(config: Limits) -> None:
+    """vLLM 0.32's kernel for CPUs takes LFM2's queries, which are [N, H, D], for one head of N · H tokens."""
+    if torch.cuda.is_available() or not isinstance(config, AnyConfig) or config.num_heads == 1:
+        return
+    if config.family == "lfm2":
+        raise UserError("engine: vllm rotates the queries of LFM2's heads wrongly on a CPU; run it on a GPU")
 
 
 def _head_name(target: ModelConfig) -> str:

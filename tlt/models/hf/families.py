@@ -23,10 +23,11 @@ from tlt.models.hf.text_part import text_part
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral3 mistral"
-DENSE += " olmo2 olmo3 phi3 qwen2 qwen3 seed_oss smollm3"
-EXPERTS = "glm4_moe gpt_oss mixtral olmoe qwen3_moe"
-CHECKED = frozenset([*DENSE.split(), *EXPERTS.split()])
+DENSE = "apertus ernie4_5 exaone4 gemma2 gemma3_text gemma4_text glm4 granite hunyuan_v1_dense llama"
+DENSE += " ministral3 mistral olmo2 olmo3 phi3 qwen2 qwen3 seed_oss smollm3"
+EXPERTS = "glm4_moe gpt_oss llama4_text mixtral olmoe qwen3_moe"
+HYBRIDS = frozenset(("lfm2", "qwen3_5_text", "qwen3_next"))
+CHECKED = HYBRIDS | {*DENSE.split(), *EXPERTS.split()}
 """model_type of each; tests/unit/models/test_any.py compares them."""
 
 MOST_EXPERTS = 256
@@ -67,17 +68,24 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
     fields = Fields(raw, source)
     _refuse_unknown(fields)
     config = _read(fields)
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if kinds:
+    known, max_positions = {"full_attention", "sliding_attention"}, config.max_position_embeddings
+    if config.model_type in HYBRIDS:
+        known |= {"conv", "linear_attention"}
+    if config.model_type == "llama4_text":
+        known, max_positions = known | {"chunked_attention"}, min(max_positions, _within_a_chunk(config))
+    if kinds := set(getattr(config, "layer_types", None) or []) - known:
         raise fields.other("layer_types", f"{min(kinds)} is no attention that can be computed here")
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise fields.other("use_bidirectional_attention", "a token must see earlier tokens alone")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < MIN_WINDOW:
         raise fields.other("sliding_window", f"a window has at least {MIN_WINDOW} tokens")
     _refuse_ropes(fields, config)
-    num_heads = config.num_attention_heads
-    scaling = getattr(config, "logits_scaling", None)
+    num_heads, scaling = config.num_attention_heads, getattr(config, "logits_scaling", None)
+    shapes = [_shape_of_heads(layer) for layer in config.per_layer_config]
+    num_kv_heads, head_dim = map(max, zip(*shapes, strict=True))
+    if any(num_kv_heads % number for number, _ in shapes):
+        raise fields.other("num_global_key_value_heads", "it must divide num_key_value_heads")
     return AnyConfig(
         architecture="transformers",
         vocab_size=config.vocab_size,
@@ -85,17 +93,32 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         intermediate_size=_active_width(config),
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        max_positions=config.max_position_embeddings,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
         tie_embeddings=bool(config.tie_word_embeddings),
         raw=json.dumps(dict(raw), sort_keys=True),
         layer_windows=_windows(config),
         head_scale=1.0 if scaling is None else 1.0 / scaling,
         head_softcap=getattr(config, "final_logit_softcapping", None),
         num_experts=_num_experts(fields, config),
-        experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
+        experts_per_token=_experts_per_token(config),
+        mixes_heads=len(set(shapes)) > 1,
+        is_hybrid=config.model_type in HYBRIDS,
     )
+
+
+def _within_a_chunk(config: PreTrainedConfig) -> int:
+    """Llama 4: the tokens of a first chunk see all earlier ones, at temperature 1."""
+    chunk: int = config.attention_chunk_size or config.max_position_embeddings
+    return min(chunk, int(config.floor_scale) - 1) if config.attn_temperature_tuning else chunk
+
+
+def _shape_of_heads(layer: PreTrainedConfig) -> tuple[int, int]:
+    """(kv heads, head size)."""
+    num_heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    return getattr(layer, "num_key_value_heads", None) or num_heads, head_dim
 
 
 def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -106,15 +129,37 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def _active_width(config: PreTrainedConfig) -> int:
-    """Of a token's MLP; of experts, of those that it is routed to."""
+    """Of a token's MLP; of experts, of those that compute it."""
     width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return width * (getattr(config, "num_experts_per_tok", None) or 1)
+    routed = width * (_experts_per_token(config) or 1)
+    match config.model_type:
+        case "lfm2" if config.block_auto_adjust_ff_dim:
+            multiple: int = config.block_multiple_of
+            return -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // multiple) * multiple
+        case "llama4_text":
+            beside: int = config.intermediate_size_mlp  # of layers without experts
+            return max(routed + width, beside)
+        case "gemma4_text":
+            dense: int = config.intermediate_size * (1 + config.use_double_wide_mlp)
+            return dense + (routed if config.enable_moe_block else 0)
+    return routed
+
+
+def _experts_per_token(config: PreTrainedConfig) -> int:
+    """That compute it: in transformers' Llama 4, all, of which most read zeros."""
+    names = (
+        ("num_local_experts",)
+        if config.model_type == "llama4_text"
+        else ("num_experts_per_tok", "top_k_experts")
+    )
+    number: int = next((found for name in names if (found := getattr(config, name, None))), 0)
+    return number
 
 
 def _num_experts(fields: Fields, config: PreTrainedConfig) -> int:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number: int = next((found for name in names if (found := getattr(config, name, None))), 0)
-    if number > MOST_EXPERTS:
+    if number > MOST_EXPERTS and config.model_type not in HYBRIDS:  # whose engine tells no routes
         name = next(name for name in names if name in fields.raw)
         raise fields.other(name, f"routes are kept for {MOST_EXPERTS} experts of a layer at most")
     return number

@@ -25,10 +25,11 @@ from tlt.base.config.lora import LoraSection
 from tlt.base.io.files import replace_folder
 from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.conversion import conversion_of
 from tlt.models.hf.files import ADAPTER_FILES, existing_directory, read_json, write_hf_json
-from tlt.models.hf.text_part import MODULE, NEWEST, layout_of, renamed
+from tlt.models.hf.text_part import MODULE, NESTED, NEWEST, layout_of, renamed
 from tlt.models.hf.weights import StoredTensors, expected_shapes, is_finite, save_tensors
 from tlt.models.lora import (
     OF_EXPERTS,
@@ -86,7 +87,8 @@ def save_adapter(
     with replace_folder(path, ADAPTER_FILES) as new:
         names = peft_names(tensors)
         if config.is_text_part:
-            names = {name: str(renamed(theirs, MODULE, NEWEST)) for name, theirs in names.items()}
+            whole = NESTED if isinstance(config, AnyConfig) and config.family == "llama4_text" else NEWEST
+            names = {name: str(renamed(theirs, MODULE, whole)) for name, theirs in names.items()}
         save_tensors(new / WEIGHTS, {PREFIX + names[name]: tensor for name, tensor in tensors.items()})
         write_hf_json(new / CONFIG, adapter_config(config, lora, base, revision))
 

@@ -3,7 +3,8 @@
     config.json  {vision_config, text_config, …}   ─▶ the text model's own
     model.language_model.layers.0.…  lm_head.…     ─▶ model.layers.0.…  lm_head.…    others are carried along
 
-With text alone, Qwen's three position ids of a token are equal: its text parts are Qwen2 and Qwen3.
+With text alone, Qwen's three position ids of a token are equal: the text parts of Qwen2-VL to Qwen3-VL are
+Qwen2 and Qwen3.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from tlt.base.io.text import one_line
 from tlt.models.hf.config import ARCHITECTURES, Fields
 
-COMPOSITE = ("gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+COMPOSITE = ("gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl")
 """model_type of each; tests/unit/models/test_text_part.py compares them."""
 _COMPUTED_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
@@ -25,7 +26,8 @@ Layout = tuple[str, str]
 """Prefixes of the decoder's names and of the head's."""
 MODULE: Layout = ("model.", "lm_head.")
 NEWEST: Layout = ("model.language_model.", "lm_head.")
-_LAYOUTS: tuple[Layout, ...] = (("language_model.model.", "language_model.lm_head."), NEWEST, MODULE)
+NESTED: Layout = ("language_model.model.", "language_model.lm_head.")
+_LAYOUTS: tuple[Layout, ...] = (NESTED, NEWEST, MODULE)
 
 
 def text_part(fields: Fields) -> dict[str, Any] | None:
@@ -41,8 +43,13 @@ def text_part(fields: Fields) -> dict[str, Any] | None:
         raise fields.refusal("model_type", f"transformers cannot read it ({one_line(error, 160)})") from None
     kind = _COMPUTED_AS.get(text["model_type"], text["model_type"])
     names = [name for name, architecture in ARCHITECTURES.items() if architecture == kind]
-    rope = {key: value for key, value in (text.get("rope_parameters") or {}).items() if "mrope" not in key}
-    text |= {"model_type": kind, "architectures": names, "rope_parameters": rope, "rope_scaling": None}
+    if kind != text["model_type"]:
+        rope = {
+            key: value for key, value in (text.get("rope_parameters") or {}).items() if "mrope" not in key
+        }
+        text |= {"model_type": kind, "rope_parameters": rope}
+    text.pop("rope_scaling", None)  # rope_parameters hold it
+    text["architectures"] = names
     text["tie_word_embeddings"] = bool(whole.tie_word_embeddings)
     return text | {"quantization_config": fields.raw.get("quantization_config")}
 

@@ -166,7 +166,8 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def plan_shares(
     responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Responses with a gradient come first."""
+    """Responses with a gradient come first. A hybrid's micro-batch is one response."""
+    budget = 1 if config.is_hybrid else budget
     responses = [r for r in responses if r.metric_weight]
     families = families_of(responses)
     prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
