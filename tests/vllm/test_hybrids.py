@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ pytestmark = in_vllm
 
 
 def save_lfm2(folder: Path, seed: int, num_heads: int = 1) -> Path:
-    sizes = SIZES | {"num_attention_heads": num_heads, "num_hidden_layers": 4, "head_dim": 64 // num_heads}
-    of_vllm = {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, "block_ff_dim": 96}
+    sizes: dict[str, Any] = SIZES | {
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": 4,
+        "head_dim": 64 // num_heads,
+    }
+    of_vllm: dict[str, Any] = {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, "block_ff_dim": 96}
     kinds = ["conv", "full_attention", "conv", "conv"]
     config = Lfm2Config(
         **sizes, **of_vllm, num_key_value_heads=1, layer_types=kinds, block_auto_adjust_ff_dim=False
