@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate, repeat
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba.core.caching import CacheImpl
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -98,6 +100,35 @@ def compiled(function: Any) -> int:
     # None before compiling
     address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
     return address
+
+
+class _Stamped:
+    """Where Numba keeps the loops of this package. Compiled anew when any file of loops changes:
+    Numba itself looks at a function's own file alone, and would run old code of what it calls."""
+
+    @classmethod
+    def from_function(cls, function: Any, path: str) -> Any:
+        is_ours = Path(path).is_relative_to(_PACKAGE)
+        return super().from_function(function, path) if is_ours else None  # type: ignore[misc]
+
+    def get_source_stamp(self) -> tuple[tuple[str, int, int], ...]:
+        return _stamp()
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def _stamp() -> tuple[tuple[str, int, int], ...]:
+    names = ("loops.py", "compiled*.py", "*_stages.py")
+    files = sorted(path for name in names for path in _PACKAGE.rglob(name))
+    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+
+
+CacheImpl._locator_classes = [
+    *(type(f"Stamped{known.__name__}", (_Stamped, known), {}) for known in CacheImpl._locator_classes),
+    *CacheImpl._locator_classes,
+]
 
 
 # ── within a loop ───────────────────────────────────────────────────────────────────────────────────────────

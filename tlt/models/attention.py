@@ -4,7 +4,7 @@ compiled_attention.py."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,6 @@ from tlt.models.kv_cache import ring_length, store
 
 if TYPE_CHECKING:
     from tlt.models.compiled_attention import CompiledAttention
-
-FEW_TOKENS, SDPA_ADVANTAGE = 16, 4 / 3
-"""Compiled loops win up to FEW_TOKENS new tokens per sequence; beyond, SDPA multiplies SDPA_ADVANTAGE times
-as fast (benchmarks/results/attention.md)."""
-
 
 MASK_ENTRIES = 2**26
 """Most entries of a repeated mask (128 MiB in bfloat16); a larger batch attends in parts."""
@@ -198,6 +193,11 @@ def causal_and_own(
     return weights_HTL[..., :length] @ v_HTD + (own_IHT1 * own_v_IHTD).sum(0)
 
 
+class Prefill(Protocol):
+    def positions(self, device: torch.device | str = "cpu") -> Tensor: ...
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor: ...
+
+
 class StoringPrefill(SharedPrompts):
     """Also writes the keys and values of sequence i to cache slot slots[i], from position 0 on."""
 
@@ -227,8 +227,23 @@ class StoringPrefill(SharedPrompts):
 def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu":
         keep_to_steady_kernels()
-    elif (loops := compiled.load()) is not None and dtype in loops.attention.LOOP_DTYPES:
-        loops.attention.compiled(dtype)
+    elif (loops := compiled.attention(dtype, device)) is not None:
+        loops.compiled(dtype)
+
+
+def prefill(
+    config: ModelConfig,
+    families: Sequence[tuple[int, Sequence[int]]],
+    layers_SKLD: Sequence[Tensor],
+    slots: Sequence[int],
+) -> Prefill:
+    """`StoringPrefill`, in compiled loops where there are any."""
+    layer = layers_SKLD[0]
+    loops = compiled.attention(layer.dtype, layer.device)
+    if loops is None or any(config.windows):
+        return StoringPrefill(config, families, layers_SKLD, slots)
+    made: Prefill = loops.Packed(config, families, layers_SKLD, slots)
+    return made
 
 
 def cached(
@@ -241,22 +256,56 @@ def cached(
     counts: Sequence[int] | None = None,
     positions_BT: Tensor | None = None,
 ) -> Cached | CompiledAttention:
-    """Compiled loops where they are faster on a CPU, else `Cached`.
+    """`Cached`, in compiled loops where there are any.
 
     lengths: per sequence, the number of columns that its new tokens see; None: `length`.
     """
     B, T = columns_BT.shape
-    rows = list(zip(counts or [T] * B, lengths or [length] * B, strict=True))
-    is_faster = T <= FEW_TOKENS or SDPA_ADVANTAGE * sum(t * n for t, n in rows) < B * T * length
-    loops = compiled.load() if is_faster and columns_BT.device.type == "cpu" else None
-    if loops is None or layers_SKLD[0].dtype not in loops.attention.LOOP_DTYPES:
+    loops = compiled.attention(layers_SKLD[0].dtype, columns_BT.device)
+    if loops is None:
         return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts, positions_BT)
+    rows = loops.rows_of_cache(list(zip(counts or [T] * B, lengths or [length] * B, strict=True)), T)
     mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
     real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)
-    attend = loops.attention.CompiledAttention(
-        config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N, positions_BT
-    )
-    return cast("CompiledAttention", attend)
+    places = loops.Places(columns_BT, positions_BT, None, mask_BTL)
+    made: CompiledAttention = loops.CompiledAttention(config, layers_SKLD, rows, places, real_N)
+    return made
+
+
+class Trees(Protocol):
+    """Draft trees behind B cached sequences (speculation/law/tree.py). parents_BN: None for chains."""
+
+    length: int
+
+    @property
+    def columns_BN(self) -> Tensor: ...
+    @property
+    def positions_BN(self) -> Tensor: ...
+    @property
+    def parents_BN(self) -> Tensor | None: ...
+    @property
+    def mask_BNL(self) -> Tensor | None: ...
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    @property
+    def counts(self) -> Sequence[int] | None: ...
+
+
+def cached_trees(
+    config: ModelConfig, layers_SKLD: Sequence[Tensor], trees: Trees
+) -> Cached | CompiledAttention:
+    """A node sees its sequence, its ancestors and itself."""
+    loops = compiled.attention(layers_SKLD[0].dtype, trees.columns_BN.device)
+    (B, N), counts = trees.columns_BN.shape, trees.counts
+    if loops is None:
+        positions_BN = None if trees.parents_BN is None else trees.positions_BN
+        mask_BNL = trees.mask_BNL
+        return Cached(config, layers_SKLD, trees.columns_BN, trees.length, mask_BNL, counts, positions_BN)
+    rows = loops.rows_of_cache(list(zip(counts or [N] * B, trees.lengths, strict=True)), N)
+    real_N = None if counts is None else real_tokens(counts, N, trees.columns_BN.device)
+    places = loops.Places(trees.columns_BN, trees.positions_BN, trees.parents_BN, is_causal=True)
+    made: CompiledAttention = loops.CompiledAttention(config, layers_SKLD, rows, places, real_N)
+    return made
 
 
 class Cached:

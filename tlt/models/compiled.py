@@ -33,6 +33,13 @@ def load() -> Loops | None:
     return Loops(compiled_attention, compiled_products, compiled_layers)
 
 
+def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """compiled_attention.py; None: PyTorch attends."""
+    if device.type != "cpu" or (loops := load()) is None:
+        return None
+    return loops.attention if dtype in loops.products.PRODUCT_DTYPES else None
+
+
 def has_panels(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether frozen matrices are multiplied by compiled loops."""
     if device.type != "cpu" or (loops := load()) is None:

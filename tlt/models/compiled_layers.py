@@ -166,7 +166,6 @@ class CompiledLayers:
             "final_gains": self.final_gains,
             "num_layers": len(self.layers),
             "num_tokens": num_tokens,
-            "num_sequences": len(attend.rows),
             "hidden": c.hidden_size,
             "num_read": self.num_read,
             "intermediate": c.intermediate_size,

@@ -1,8 +1,7 @@
 """The stages of a decoder's layers, as compiled loops: see compiled_layers.py.
 
-Items of a stage: equal shares of rows (norms) or of panels (products); of attention, the query heads of a
-sequence that share a key head. Whoever finds none left waits until all are done, so that any number of
-threads may come.
+Items of a stage: equal shares of rows (norms) or of panels (products); of attention, see compiled_items.py.
+Whoever finds none left waits until all are done, so that any number of threads may come.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from numba.extending import overload
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
-from tlt.models import compiled_attention
-from tlt.models.compiled_attention import attend_item, workspace
+from tlt.models.compiled_items import COUNT, ROW, attend_item, call_at, store_item, workspace
 from tlt.models.compiled_products import LANES, multiply_float32
 
 LAYER = (
@@ -66,7 +64,6 @@ _ADDRESSES = (
 _SIZES = (
     "num_layers",
     "num_tokens",
-    "num_sequences",
     "hidden",
     "num_read",
     "intermediate",
@@ -82,9 +79,10 @@ CALL = np.dtype(
 )
 _COLUMNS = len(LAYER)
 _F32, _U64 = np.float32, np.uint64
-_READ, _PROJECT, _ATTEND, _ADD, _NORM, _GATE, _DOWN_AND_ADD = range(7)
-STAGES = 7
-"""Of a layer; the final norm follows."""
+_READ, _PROJECT, _ROTATE, _STORE, _ATTEND, _ADD, _NORM, _GATE, _DOWN_AND_ADD = range(9)
+STAGES = 9
+"""Of a layer; the final norm follows. _ROTATE and _STORE have items only where sequences need others' keys
+(`num_stored`); else _ATTEND does all three."""
 COUNTER_BYTES = 16
 """Of a stage."""
 
@@ -95,13 +93,13 @@ def compiled(dtype: torch.dtype) -> int:
 
 def _run_float32(data):  # type: ignore
     call = carray(data, 1, CALL)[0]
-    attend = compiled_attention.call_at(call.attention)
+    attend = call_at(call.attention)
     _run(call, attend, float32_at(call.qkv), float32_at(call.layers), float32_at(call.mixed))
 
 
 def _run_bfloat16(data):  # type: ignore
     call = carray(data, 1, CALL)[0]
-    attend = compiled_attention.call_at(call.attention)
+    attend = call_at(call.attention)
     _run(call, attend, float32_at(call.qkv), uint16_at(call.layers), float32_at(call.mixed))
 
 
@@ -117,9 +115,8 @@ def _run(call, attend, qkv, like, mixed):  # type: ignore
 def run_layers(call, attend, heads, work, like, counters):  # type: ignore
     """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the
     weights' and caches' numbers. counters: the address of the stages'."""
-    num_heads = call.num_sequences * np.int64(attend.num_kv_heads)
     for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
-        num_items = num_heads if stage % STAGES == _ATTEND else call.parts
+        num_items = _num_items(call, attend, stage % STAGES)
         counter = counters + COUNTER_BYTES * stage
         while True:
             item = take(counter, num_items)
@@ -132,6 +129,18 @@ def run_layers(call, attend, heads, work, like, counters):  # type: ignore
             finish(counter)
 
 
+@njit(nogil=True, cache=True)
+def _num_items(call, attend, stage):  # type: ignore
+    num_rows = attend.num_rows
+    if stage == _STORE:
+        num_rows = attend.num_stored
+    elif stage == _ROTATE:
+        num_rows = num_rows if attend.num_stored else _U64(0)
+    elif stage != _ATTEND:
+        return call.parts
+    return np.int64(num_rows * attend.num_kv_heads)
+
+
 @njit(inline="always")
 def _do(call, attend, number, item, heads, work, like):  # type: ignore
     index, stage = number // STAGES, number % STAGES
@@ -142,9 +151,9 @@ def _do(call, attend, number, item, heads, work, like):  # type: ignore
     elif stage == _PROJECT:
         source = call.normed if layers[at + _NUM_NORMS] else read
         _qkv_part(call, attend, layers, at, source, item, like)
-    elif stage == _ATTEND:
+    elif stage in (_ROTATE, _STORE, _ATTEND):
         arrays = heads[0], array_at(layers[at + CACHE], like), heads[1]
-        _attend_part(call, attend, layers[at + _QK_GAINS], item, arrays, work)
+        _attend_part(call, attend, layers[at + _QK_GAINS], stage, item, arrays, work)
     elif stage == _ADD:
         num_attended = np.int64(attend.num_heads * attend.head_dim)
         _add_part(call, call.mixed, num_attended, num_attended, layers[at + _ATTENDED], item, like)
@@ -227,17 +236,19 @@ def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
 
 
 @njit(inline="always")
-def _attend_part(call, attend, gains, item, arrays, work):  # type: ignore
-    """The new tokens of a sequence, the query heads that share a key head."""
-    qkv = arrays[0]
-    sequence, kv_head = _U64(item) // attend.num_kv_heads, _U64(item) % attend.num_kv_heads
-    rows, group = int64_at(attend.rows), attend.num_heads // attend.num_kv_heads
-    first, num_new = _U64(rows[_U64(3) * sequence]), _U64(rows[_U64(3) * sequence + _U64(1)])
-    for token in range(first, first + num_new):
-        for head in range(kv_head * group, (kv_head + _U64(1)) * group):
-            _rotate(call, attend, qkv, gains, token, head)
-        _rotate(call, attend, qkv, gains, token, attend.num_heads + kv_head)
-    attend_item(attend, arrays, sequence, kv_head, work)
+def _attend_part(call, attend, gains, stage, item, arrays, work):  # type: ignore
+    row, kv_head = _U64(item) // attend.num_kv_heads, _U64(item) % attend.num_kv_heads
+    if stage == _ROTATE or (stage == _ATTEND and not attend.num_stored):
+        rows, group = int64_at(attend.rows), attend.num_heads // attend.num_kv_heads
+        first, num_new = _U64(rows[row * ROW]), _U64(rows[row * ROW + COUNT])
+        for token in range(first, first + num_new):
+            for head in range(kv_head * group, (kv_head + _U64(1)) * group):
+                _rotate(call, attend, arrays[0], gains, token, head)
+            _rotate(call, attend, arrays[0], gains, token, attend.num_heads + kv_head)
+    if stage == _STORE or (stage == _ATTEND and not attend.num_stored):
+        store_item(attend, arrays, row, kv_head)
+    if stage == _ATTEND:
+        attend_item(attend, arrays, row, kv_head, work)
 
 
 @njit(nogil=True, cache=True)

@@ -234,6 +234,24 @@ class DecoderStack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+class Given(torch.autograd.Function):
+    """(computed, given) ─▶ given, with the derivative of what was computed: numbers of another computation of
+    the same function."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, given: Tensor) -> Tensor:
+        return given.to(computed.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def given(computed: Tensor, number: Tensor) -> Tensor:
+    result: Tensor = Given.apply(computed, number)  # type: ignore[no-untyped-call]
+    return result
+
+
 Reader = Callable[[Tensor], Any]
 """features_NE → result of a forward. It may read the head, because it runs within the forward."""
 
@@ -302,12 +320,21 @@ class Transformer(Policy):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader | None = None
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        read: Reader | None = None,
+        inputs: Sequence[Tensor] = (),
     ) -> Any:
+        """inputs: of each layer, and the features, as another computation of the model found them; they stand
+        for this one's numbers, and have its derivatives. (): there is no other."""
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)
         for index, layer in enumerate(self.model.layers):
+            if inputs:
+                x_NE = given(x_NE, inputs[index])
             if self.checkpoints_activations and torch.is_grad_enabled():
                 x_NE = checkpoint(
                     layer, index, x_NE, rope, attend, use_reentrant=False, preserve_rng_state=False
@@ -315,6 +342,8 @@ class Transformer(Policy):
             else:
                 x_NE = layer(index, x_NE, rope, attend)
         features_NE: Tensor = self.model.norm(x_NE)
+        if inputs:
+            features_NE = given(features_NE, inputs[-1])
         return features_NE if read is None else read(features_NE)
 
     def logits(self, features_NE: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from tlt.drafter.eagle import EagleModel, PackedEagle
 from tlt.drafter.protocol import DraftContext
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
 from tlt.engine.own.noise import BatchLaw, StepNoise
-from tlt.models.attention import FEW_TOKENS
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.params import BatchParams
@@ -41,7 +40,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 PARAMS = [SamplingParams(temperature=t) for t in (1.0, 0.6, 0.0, 1.4)]
 FEW = [[30, 9, 91, 2], [1, 4, 2, 3], [6, 6, 6, 6], [1, 1, 1, 1]]
 """Committed tokens, by step and sequence."""
-MANY = [*FEW, [FEW_TOKENS + 3, 1, 1, 2], [2, 1, 1, 2]]
+MANY = [*FEW, [19, 1, 1, 2], [2, 1, 1, 2]]
 """The first sequence misses more than is read in one call; the third comes to the end of the window."""
 
 

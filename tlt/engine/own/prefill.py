@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tlt.base.uploads import upload
 from tlt.engine.own.scheduler import Admission
-from tlt.models import kv_cache
-from tlt.models.attention import Cached, StoringPrefill
+from tlt.models import attention, kv_cache
+from tlt.models.attention import cached
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
@@ -61,7 +61,7 @@ def _read_first(
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
     slots = [group[i].slots[0] for _, members in shared for i in members]
-    attend = StoringPrefill(model.config, families, cache.layers, slots)
+    attend = attention.prefill(model.config, families, cache.layers, slots)
     parts = [
         part
         for length, (first, *others) in shared
@@ -118,6 +118,6 @@ def _read_on(
     for first in range(kv_cache.PREFILL_TOKENS, num_read, _PART_TOKENS):
         end = min(first + _PART_TOKENS, num_read)
         columns_1T = torch.arange(first, end, device=model.device)[None]
-        attend = Cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))
+        attend = cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))
         tokens_T = upload(admission.tokens[first:end], model.device)
         yield first, model.forward_capturing(tokens_T, columns_1T[0], attend, capture)[1]

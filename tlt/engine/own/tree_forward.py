@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Verdict
 from tlt.base.uploads import upload
-from tlt.models.attention import Cached, cached, pad
+from tlt.models.attention import Cached, cached_trees, pad
 from tlt.models.graphs import MOST_TOKENS, Graphs, padded_length
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
@@ -112,16 +112,7 @@ def forward_trees(
     config, layers = model.config, cache.layers
     if graphs is not None:
         return _replay(model, cache, tree, nodes, capture, graphs)
-    attend = cached(
-        config,
-        layers,
-        nodes.columns_BN,
-        nodes.length,
-        nodes.mask_BNL,
-        nodes.lengths,
-        nodes.counts,
-        None if nodes.depths_BN is None else nodes.positions_BN,
-    )
+    attend = cached_trees(config, layers, nodes)
     real_N = attend.real_N
     tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
     if real_N is not None:

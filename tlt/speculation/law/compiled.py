@@ -67,17 +67,33 @@ def draw(
 
     Computes in float32. Rows with a NaN are left to sampling.py.
     """
-    kept_RV, R = (logits_RV := logits_RV.float().contiguous()), logits_RV.shape[0]
-    inverse_R = _column(params.inverse_temperature_B11, R)
-    if params.truncates:
-        logits_RV = params.scale(logits_RV[:, None])[:, 0]
-        kept_RV, inverse_R = truncate(logits_RV[:, None], params)[:, 0], np.ones_like(inverse_R)
+    (logits_RV, inverse_R), R = _scaled(logits_RV, params), len(logits_RV)
+    kept_RV = truncate(logits_RV[:, None], params)[:, 0] if params.truncates else logits_RV
     logits = logits_RV.numpy()
     rows = (logits, kept_RV.numpy(), logits.max(axis=1) * inverse_R)
     law = (inverse_R, _column(params.noise_scale_B11, R), *_words_of_law(keys_R4, positions_R))
     tokens_R, logprobs_R, unsure_R = np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.bool_)
     _in_threads(_draw_rows, logits.size, R, (rows, law, (tokens_R, logprobs_R, unsure_R)))
     return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R.nonzero()[0])
+
+
+def logprobs(logits_RV: Tensor, tokens_R: Tensor, params: BatchParams) -> Tensor:
+    """float32[R], of given tokens: the bits that `draw` returns with them."""
+    logits_RV, inverse_R = _scaled(logits_RV, params)
+    logits = logits_RV.numpy()
+    rows = logits, logits.max(axis=1) * inverse_R, inverse_R
+    logprobs_R = np.empty(len(logits_RV), np.float32)
+    _in_threads(_logprob_rows, logits.size, len(logits), (*rows, tokens_R.numpy(), logprobs_R))
+    return torch.from_numpy(logprobs_R)
+
+
+def _scaled(logits_RV: Tensor, params: BatchParams) -> tuple[Tensor, Any]:
+    """(logits, 1 / temperature by row, by which they are still to be multiplied)."""
+    logits_RV = logits_RV.float().contiguous()
+    inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
+    if not params.truncates:
+        return logits_RV, inverse_R
+    return params.scale(logits_RV[:, None])[:, 0], np.ones_like(inverse_R)
 
 
 def noise_to_rank_with(
@@ -142,13 +158,25 @@ def _draw_rows(first, end, rows, law, drawn):  # type: ignore
         token, margin = _draw_row(
             kept[row], largest[row], (inverse[row], scale[row], keys[row], positions[row]), words
         )
-        total = 0.0
-        for start in range(0, logits.shape[1], CHUNK):
-            total += _sum_of_exp(logits[row, start : start + CHUNK], inverse[row], largest[row])
         tokens[row] = token
-        logprobs[row] = logits[row, token] * inverse[row] - (largest[row] + _F32(math.log(total)))
+        logprobs[row], total = _logprob(logits[row], token, inverse[row], largest[row])
         is_clear = margin > _F32(2.0**-18) + _F32(2.0**-21) * abs(largest[row])
         unsure[row] = not is_clear or not math.isfinite(total)
+
+
+@njit(nogil=True, cache=True)
+def _logprob_rows(first, end, logits, largest, inverse, tokens, logprobs):  # type: ignore
+    for row in range(first, end):
+        logprobs[row], _ = _logprob(logits[row], tokens[row], inverse[row], largest[row])
+
+
+@njit(nogil=True, cache=True)
+def _logprob(logits, token, inverse, largest):  # type: ignore
+    """(log-probability, Σ exp(logit - largest))."""
+    total = 0.0
+    for start in range(0, logits.shape[0], CHUNK):
+        total += _sum_of_exp(logits[start : start + CHUNK], inverse, largest)
+    return logits[token] * inverse - (largest + _F32(math.log(total))), total
 
 
 @njit(nogil=True, cache=True)

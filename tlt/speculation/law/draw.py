@@ -44,9 +44,20 @@ def draw(
         return _in_parts(logits_RV, keys_R4, positions_R, params)
     tokens_R, logprobs_R, rows = loops.draw(logits_RV, keys_R4, positions_R, params)
     if rows.numel():
-        drawn = _in_parts(logits_RV[rows], keys_R4[rows], positions_R[rows], params.take(rows))
-        tokens_R[rows], logprobs_R[rows] = drawn
+        of_rows = logits_RV[rows], params.take(rows)
+        tokens, by_definition = _in_parts(of_rows[0], keys_R4[rows], positions_R[rows], of_rows[1])
+        logprobs = loops.logprobs(of_rows[0], tokens, of_rows[1])  # one way to compute them, whoever draws
+        tokens_R[rows], logprobs_R[rows] = tokens, torch.where(logprobs.isfinite(), logprobs, by_definition)
     return tokens_R, logprobs_R
+
+
+def logprobs(logits_RV: Tensor, tokens_R: Tensor, params: BatchParams) -> Tensor:
+    """[R], of given tokens, to the bit as `draw` returns them with the tokens that it draws."""
+    if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 and (loops := compiled_loops()):
+        logprobs_R: Tensor = loops.logprobs(logits_RV, tokens_R, params)
+        return logprobs_R
+    scaled_RV = params.scale(logits_RV[:, None])[:, 0]
+    return scaled_RV.gather(-1, tokens_R[:, None])[:, 0] - scaled_RV.logsumexp(-1)
 
 
 def noise_to_rank_with(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -74,22 +75,40 @@ class TreeLayout:
     """The cache columns of the nodes of B trees, and what each node sees.
 
     columns_BN: behind the prefix of committed tokens.
-    depths_BN: 0 at the root; None for chains, where column i has depth i.
-    mask_BNL: additive, over the first `length` columns; None: every node sees all.
+    parents_BN: None for chains, where column i follows column i - 1.
+    length: columns to read.
     lengths: by row, columns that its nodes may see.
     counts: by row, nodes without padding; None: unknown to the host.
     """
 
     columns_BN: Tensor
-    depths_BN: Tensor | None
-    mask_BNL: Tensor | None
+    parents_BN: Tensor | None
     length: int
     lengths: tuple[int, ...]
     counts: tuple[int, ...] | None
+    dtype: torch.dtype
+    sees_all: bool
+    """Whether every node sees the first `length` columns."""
+
+    @cached_property
+    def _seen_BNN(self) -> Tensor:
+        assert self.parents_BN is not None
+        return ancestors(self.parents_BN)
+
+    @cached_property
+    def positions_BN(self) -> Tensor:
+        if self.parents_BN is None:
+            return self.columns_BN
+        return self.columns_BN[:, :1] + self._seen_BNN.sum(dim=-1) - 1
 
     @property
-    def positions_BN(self) -> Tensor:
-        return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
+    def mask_BNL(self) -> Tensor | None:
+        """Additive, over the first `length` columns; None: every node sees all."""
+        if self.sees_all:
+            return None
+        if self.parents_BN is None:
+            return chain_mask(self.columns_BN, self.length, self.dtype)
+        return tree_mask(self._seen_BNN, self.columns_BN[:, 0], self.length, self.dtype)
 
 
 def layout(
@@ -100,14 +119,9 @@ def layout(
     num_nodes, is_padded = tree.num_nodes, length is not None
     length = max(prefixes) + num_nodes if length is None else length
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))
-    prefix_B = upload(prefixes, tree.tokens_BN.device)
-    columns_BN, depths_BN, mask_BNL = prefix_B[:, None], None, None
+    columns_BN = upload(prefixes, tree.tokens_BN.device)[:, None]
     if num_nodes > 1:
-        columns_BN = columns_BN + torch.arange(num_nodes, device=prefix_B.device)
-    if not tree.is_chain and num_nodes > 1:
-        seen_BNN = ancestors(tree.parents_BN)
-        depths_BN = seen_BNN.sum(dim=-1) - 1
-        mask_BNL = tree_mask(seen_BNN, prefix_B, length, dtype)
-    elif num_nodes > 1 or min(prefixes) != max(prefixes) or is_padded:
-        mask_BNL = chain_mask(columns_BN, length, dtype)
-    return TreeLayout(columns_BN, depths_BN, mask_BNL, length, lengths, tree.lengths)
+        columns_BN = columns_BN + torch.arange(num_nodes, device=columns_BN.device)
+    parents_BN = None if tree.is_chain or num_nodes == 1 else tree.parents_BN
+    sees_all = num_nodes == 1 and min(prefixes) == max(prefixes) and not is_padded
+    return TreeLayout(columns_BN, parents_BN, length, lengths, tree.lengths, dtype, sees_all)

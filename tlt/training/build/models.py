@@ -13,6 +13,7 @@ from tlt.drafter.drafting.retrieval.references import References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.build.engine import build_backend, load_stored_drafter
 from tlt.engine.build.model import Model, drafter_folder
+from tlt.engine.own.engine import RolloutEngine
 from tlt.training.build.policy import build_policy_trainer
 from tlt.training.build.run_engine import engine_settings
 from tlt.training.build.watched_drafter import watch_drafter
@@ -72,7 +73,6 @@ def build_models(
     config: Config, model: Model, world: World, timeline: Timeline, longest_prompt: int
 ) -> RunModels:
     """longest_prompt: in tokens."""
-    trainer = build_policy_trainer(config, model, world, layout_of(config).is_sharded)
     stored = load_stored_drafter(drafter_folder(config), model)
     window = longest_prompt + config.sampling.max_tokens
     settings = replace(engine_settings(config, world.device), window=window)
@@ -80,5 +80,7 @@ def build_models(
     ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
     idle_choice = build_idle_choice(world, timeline.epoch.machine, ahead, config.drafter.train, compares)
     engine = build_backend(model, settings, stored, on_span=timeline.add, references=references)
+    target = engine.model if config.run.equal_rows and isinstance(engine, RolloutEngine) else None
+    trainer = build_policy_trainer(config, model, world, layout_of(config).is_sharded, target)
     drafter_training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=config.run.seed)
     return RunModels(trainer, engine, drafter_training, references, idle_choice)

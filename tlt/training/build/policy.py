@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tlt.base.config.schema import Config
 from tlt.base.types import resolve_dtype
 from tlt.engine.build.model import Model, model_folder
+from tlt.engine.equal_rows import EqualRows
 from tlt.models.decoder import ModelConfig, Policy
 from tlt.models.hf.weights import StoredTensors, stored_dtype
 from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
-from tlt.models.new import new_transformer
+from tlt.models.new import new_target, new_transformer
+from tlt.models.packed import layer_by_layer
+from tlt.models.target import Target
 from tlt.tasks.rewards.scoring import RewardSpec
-from tlt.training.ranks.sharding import fill, mesh_of, shard
+from tlt.training.ranks.sharding import FullTensors, fill, mesh_of, shard
 from tlt.training.ranks.world import World
 from tlt.training.update.update import PolicyTrainer
 
 
 def build_policy_trainer(
-    config: Config, model: Model, world: World, is_sharded: bool = False
+    config: Config, model: Model, world: World, is_sharded: bool = False, target: Target | None = None
 ) -> PolicyTrainer:
     """A KL term adds a frozen reference: a second copy, or the base beside LoRA adapters that begin at
-    zero."""
+    zero.
+
+    target: the engine's copy, whose numbers the update takes; None: it computes its own.
+    """
 
     def build() -> Policy:
         policy, seed = plan_policy(config, model.config), config.run.seed
@@ -33,10 +41,12 @@ def build_policy_trainer(
         return build_sharded_policy(policy, model, world, param_dtype, seed)
 
     policy, reference = build(), None
-    if config.algorithm.kl_coefficient > 0:
+    if config.algorithm.kl_coefficient > 0 and target is not None:
+        reference = _rows_of(config, _copy_of_start(config, model, target), lambda: None)
+    elif config.algorithm.kl_coefficient > 0:
         starts_from_base = config.lora.is_used and model.adapter is None
         reference = BaseOf(policy) if starts_from_base else build()
-    return PolicyTrainer(
+    trainer = PolicyTrainer(
         policy,
         config.algorithm,
         config.optimizer,
@@ -46,6 +56,25 @@ def build_policy_trainer(
         reference=reference,
         reduces_each=config.parallel.reduce_each_micro_batch,
     )
+    if target is not None:
+        trainer.rows = _rows_of(config, target, lambda: _load(target, policy))
+    return trainer
+
+
+def _rows_of(config: Config, target: Target, load: Callable[[], None]) -> EqualRows:
+    return EqualRows(target, config.sampling.params(config.run.seed, ()), load)
+
+
+def _load(target: Target, policy: Policy) -> None:
+    target.load_parts(layer_by_layer(FullTensors(policy, target.dtype)), target.version)
+
+
+def _copy_of_start(config: Config, model: Model, like: Target) -> Target:
+    """The initial policy, with its adapter merged."""
+    policy = build_policy(plan_policy(config, model.config), model, like.device, config.run.seed)
+    target = new_target(model.config, like.dtype, like.device)
+    _load(target, policy)
+    return target
 
 
 def reward_spec(config: Config) -> RewardSpec:

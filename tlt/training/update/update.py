@@ -32,6 +32,7 @@ from tlt.base.config.sampling import SamplingSection
 from tlt.base.config.schema import OptimizerSection
 from tlt.base.records import UpdateMetrics
 from tlt.base.types import Reward, Rollout, UserError, id_of, in_order
+from tlt.engine.equal_rows import EqualRows
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf, bit_sum
@@ -46,7 +47,7 @@ from tlt.training.update.algorithms import (
 from tlt.training.update.batch import check_batch, count_problems, make_experiences, scored_ones
 from tlt.training.update.finite import check_loss, check_rewards, check_weights
 from tlt.training.update.gradients import gradients_of
-from tlt.training.update.logprobs import response_logprobs
+from tlt.training.update.logprobs import logprobs_of_rows, response_logprobs
 from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
 from tlt.training.update.routes import Routes
 from tlt.training.update.schedule import learning_rate
@@ -86,6 +87,8 @@ class PolicyTrainer:
 
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
+    rows: of the engine's copy of `model`, whose numbers stand for the model's own; then `reference` is of
+        such rows, too. None: the model's own count.
     initial_digest: of the initial weights.
     """
 
@@ -97,7 +100,7 @@ class PolicyTrainer:
         sampling: SamplingSection,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
-        reference: Policy | BaseOf | None = None,
+        reference: Policy | BaseOf | EqualRows | None = None,
         reduces_each: bool = True,
     ) -> None:
         if sampling.temperature < COLDEST:
@@ -109,6 +112,7 @@ class PolicyTrainer:
         self.algorithm_section, self.optimizer_section = algorithm_section, optimizer_section
         self.algorithm = algorithm_section.resolve(sampling.max_tokens)
         self.model, self.reference = model, reference
+        self.rows: EqualRows | None = None
         self.has_kl_loss = reference is not None and self.algorithm.kl_in == "loss"
         self.temperature, self.num_steps = sampling.temperature, num_steps
         self.group = process_group
@@ -174,6 +178,8 @@ class PolicyTrainer:
                     totals = self._reduce(totals)
                     if any(lengths):
                         grad_norms.append(self._optimizer_step(totals.loss, step, largest))
+                        if self.rows is not None and not is_on_policy:
+                            self.rows.load()
                 sums.add(totals)
         self.next_step = step + 1
 
@@ -233,15 +239,17 @@ class PolicyTrainer:
         return plan_share(responses, self.model.config, budget, self.num_ranks, self.rank, fills_up)
 
     @torch.no_grad()
-    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Policy | BaseOf) -> list[Tensor]:
+    def _estimate_kl(
+        self, rollouts: Sequence[Rollout], reference: Policy | BaseOf | EqualRows
+    ) -> list[Tensor]:
         """By rollout and token, float64. Every rank computes a share."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(id_of, rollouts), all_kl_T.split(lengths), strict=True))
         for batch in self._plan(responses):
-            logprobs_T, _ = response_logprobs(self.model, batch.responses, self.temperature, self._routes())
-            reference_T, _ = response_logprobs(reference, batch.responses, self.temperature)
+            logprobs_T, _ = self._logprobs(self.model, batch, self._routes())
+            reference_T, _ = self._logprobs(reference, batch, None)
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
             parts = kl_T.split([r.num_tokens for r in batch.responses])
             for r, part in zip(batch.responses, parts, strict=True):
@@ -253,15 +261,22 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _frozen(
-        self, model: Policy | BaseOf, shares: Sequence[Sequence[MicroBatch]], routes: Routes | None
+        self,
+        model: Policy | BaseOf | EqualRows,
+        shares: Sequence[Sequence[MicroBatch]],
+        routes: Routes | None,
     ) -> dict[MicroBatch, Frozen]:
         """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
         (ratio 1)."""
-        return {
-            batch: response_logprobs(model, batch.responses, self.temperature, routes)
-            for share in shares
-            for batch in share
-        }
+        return {batch: self._logprobs(model, batch, routes) for share in shares for batch in share}
+
+    def _logprobs(
+        self, model: Policy | BaseOf | EqualRows, batch: MicroBatch, routes: Routes | None
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(model, EqualRows):
+            return logprobs_of_rows(model, batch.responses)
+        rows = self.rows if model is self.model else None
+        return response_logprobs(model, batch.responses, self.temperature, routes, rows)
 
     def _accumulate(
         self,
@@ -278,7 +293,7 @@ class PolicyTrainer:
         section, responses = self.algorithm_section, batch.responses
         lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
-            logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature, routes)
+            logprobs_T, entropy_T = self._logprobs(self.model, batch, routes)
             engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
             advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)

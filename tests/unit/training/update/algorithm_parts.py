@@ -80,7 +80,7 @@ class Table(torch.nn.Module):
         self.places = {id_of(r): slice(starts[i], starts[i + 1]) for i, r in enumerate(case.rollouts)}
 
     def lookup(
-        self, batch: Sequence[Experience], temperature: float, routes: None = None
+        self, batch: Sequence[Experience], temperature: float, routes: None = None, rows: None = None
     ) -> tuple[Tensor, Tensor]:
         found = torch.cat([self.logprobs[self.places[id_of(response.rollout)]] for response in batch])
         return found, torch.zeros_like(found)

@@ -302,10 +302,10 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     exact: dict[Rollout, tuple[Tensor, Tensor]] = {}
 
     def spy(
-        model: Transformer, batch: Sequence[policy.Experience], temperature: float, routes: None
+        model: Transformer, batch: Sequence[policy.Experience], temperature: float, routes: None, rows: None
     ) -> tuple[Tensor, Tensor]:
         seen.extend(batch)
-        result = measure(model, batch, temperature, routes)
+        result = measure(model, batch, temperature, routes, rows)
         sizes = [r.num_tokens for r in batch]
         for r, *values in zip(batch, *(part.detach().split(sizes) for part in result), strict=True):
             exact[r.rollout] = (values[0], values[1])

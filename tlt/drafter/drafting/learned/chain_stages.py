@@ -15,7 +15,7 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 
 from tlt.base import loops
 from tlt.base.loops import as_pointer, float32_at, int64_at
-from tlt.models.compiled_attention import call_at, narrow, widen, workspace
+from tlt.models.compiled_items import ROW, SEEN, call_at, narrow, widen, workspace
 from tlt.models.compiled_products import LANES, multiply_float32
 from tlt.models.compiled_stages import (
     CALL,
@@ -192,7 +192,7 @@ def _read(draft, call, level, row, like):  # type: ignore
         drafted = _of(draft, row, _COUNT) + level - 1
         column = _of(draft, row, _START) + drafted
         int64_at(draft.columns)[_U64(row)] = column
-        int64_at(draft.rows)[_U64(3 * row + 2)] = column + 1
+        int64_at(draft.rows)[_U64(row) * ROW + SEEN] = column + 1
         _embed(draft, call, row, tokens[_U64(at)], rope + drafted, like)
         pair, hidden = float32_at(draft.pair), float32_at(draft.hidden)
         for i in range(size):

@@ -19,11 +19,11 @@ from tlt.base import loops
 from tlt.drafter.drafting.learned.chain_stages import DRAFT, NUM_COUNTED, SEQUENCE, compiled
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.drafter.eagle import PackedEagle
-from tlt.models.compiled_attention import CompiledAttention
+from tlt.models.compiled_attention import CompiledAttention, Places, rows_of_cache
 from tlt.models.compiled_layers import CompiledLayers
+from tlt.models.decoder import ModelConfig
 from tlt.models.target import Target
 from tlt.speculation.law.draw import LevelNoise
-from tlt.speculation.law.tree import chain_mask
 
 
 class Missing(NamedTuple):
@@ -65,7 +65,7 @@ class CompiledChain:
         """(tokens [B, depth + 1], roots first; logits of level 0, [B, draft vocabulary])."""
         counts, history, layer = [len(row) for row in missing.tokens], missing.history, self.layer
         B, N = len(counts), sum(counts)
-        reading, drafting = _attention(missing, counts, layer.config.num_heads)
+        reading, drafting = _attention(missing, counts, layer.config)
         history.flush()
         assert len(history.ring_SCF) >= B, "features of every sequence are kept"
         rotary, rope_at = self._rope(missing, counts, depth)
@@ -171,16 +171,15 @@ class CompiledChain:
 
 
 def _attention(
-    missing: Missing, counts: Sequence[int], num_heads: int
+    missing: Missing, counts: Sequence[int], config: ModelConfig
 ) -> tuple[CompiledAttention, CompiledAttention]:
     """Of the missing pairs; and of the tokens of a level, whose columns and lengths each level sets."""
     ends = list(map(add, missing.starts, counts))
     columns_BT = torch.from_numpy(np.add.outer(missing.starts, np.arange(max(counts))))
-    mask = None if max(counts) == 1 else chain_mask(columns_BT, max(ends), torch.float32)
-    seen = list(zip(counts, ends, strict=True))
-    reading = CompiledAttention(num_heads, missing.layers, columns_BT, mask, seen, None)
-    seen, columns_B1 = [(1, end + 1) for end in ends], torch.from_numpy(np.array(ends)[:, None])
-    return reading, CompiledAttention(num_heads, missing.layers, columns_B1, None, seen, None)
+    rows = rows_of_cache(list(zip(counts, ends, strict=True)), max(counts))
+    reading = CompiledAttention(config, missing.layers, rows, Places(columns_BT, is_causal=True))
+    rows = rows_of_cache([(1, end + 1) for end in ends], 1)
+    return reading, CompiledAttention(config, missing.layers, rows, Places(torch.tensor(ends)))
 
 
 def _numbers_of(law: ChainLaw) -> dict[str, Tensor]:

@@ -1,0 +1,425 @@
+"""The loops of compiled_attention.py.
+
+    an item: up to 16 new tokens of a sequence, and the query heads that share a key head
+      64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values
+
+All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba.extending import overload
+
+from tlt.base import loops
+from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+
+KEYS_AT_ONCE = 64
+
+TOKENS_AT_ONCE = 16
+"""Of an item. Their scores and sums stay in the fastest cache."""
+
+_F32, _U32, _U64 = np.float32, np.uint32, np.uint64
+_1, _2, _3, _4, _32, _64, _128, _KEYS = (_U64(i) for i in (1, 2, 3, 4, 32, 64, 128, KEYS_AT_ONCE))
+"""Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
+_2F, _SATURATED = _F32(2), _F32(40)
+_NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
+
+_FIRST, COUNT, SEEN, _AT, _PLACE, _ROOM = (_U64(i) for i in range(6))
+ROW = _U64(6)
+"""Numbers of a row: (first, count, seen, at, place, room). Tokens first … first + count - 1 of the flat batch
+see `seen` columns of their sequence. at: of the first, in columns, positions and mask. place: of the
+sequence, in slots of the cache; where it has no slots (capacity 0), in columns, and the sequence has `room`
+of them."""
+
+_ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask", "positions", "parents", "sinks")
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "most_new", "mask_length", "window")
+_COUNTS = ("tree_size", "num_rows", "num_stored", "is_causal", "is_storing")
+_FACTORS = ("scale", "softcap")
+_KINDS = {"i8": _ADDRESSES, "u8": (*_SIZES, *_COUNTS), "f8": _FACTORS}
+CALL = np.dtype([*loops.HEAD, *((name, kind) for kind, names in _KINDS.items() for name in names)])
+"""Zero stands for no mask, parents, sinks, window or softcap. The first `num_rows` rows attend. num_stored:
+rows that are stored before any attends; 0: a row stores its own tokens. is_causal: a token sees the columns
+up to its own."""
+
+
+def compiled(dtype: torch.dtype) -> int:
+    return loops.compiled(_attend_float32 if dtype == torch.float32 else _attend_bfloat16)
+
+
+def _attend_float32(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    _attend(data, call, (float32_at(call.qkv), float32_at(call.layer), float32_at(call.out)))
+
+
+def _attend_bfloat16(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    _attend(data, call, (uint16_at(call.qkv), uint16_at(call.layer), uint16_at(call.out)))
+
+
+# ── items ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(nogil=True, cache=True)
+def _attend(data, call, arrays):  # type: ignore
+    work = workspace(call)
+    while True:
+        item = loops.take(data)
+        if item >= call.num_items:
+            return
+        row, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads
+        if call.is_storing:
+            store_item(call, arrays, row, kv_head)
+            continue
+        if not call.num_stored:
+            store_item(call, arrays, row, kv_head)
+        attend_item(call, arrays, row, kv_head, work)
+
+
+@njit(inline="always")
+def call_at(address):  # type: ignore
+    return carray(loops.as_pointer(address), 1, CALL)[0]
+
+
+@njit(nogil=True, cache=True)
+def workspace(call):  # type: ignore
+    """Of one thread."""
+    num_queries = call.most_new * (call.num_heads // call.num_kv_heads) + _1  # they go in pairs
+    queries, sums = _zeros(num_queries * call.head_dim), _zeros(num_queries * call.head_dim)
+    scores, largest, totals = _zeros(num_queries * _KEYS), _zeros(num_queries), _zeros(num_queries)
+    return queries, scores, sums, largest, totals, _zeros(_4 * call.head_dim)
+
+
+@njit(inline="always")
+def _keys_at(call, rows, row, kv_head):  # type: ignore
+    """(where the key head begins, numbers to its values, columns)."""
+    num_heads, dim = _2 * call.num_kv_heads, call.head_dim
+    place, columns = _U64(rows[row + _PLACE]), call.capacity
+    at = place * num_heads * max(columns, _1) * dim
+    if columns == _U64(0):
+        columns = _U64(rows[row + _ROOM])
+    return at + kv_head * columns * dim, call.num_kv_heads * columns * dim, columns
+
+
+@njit(nogil=True, cache=True)
+def store_item(call, arrays, row, kv_head):  # type: ignore
+    """Writes a row's keys and values of a head."""
+    qkv, layer, _ = arrays
+    rows, row = int64_at(call.rows), row * ROW
+    keys_at, to_values, capacity = _keys_at(call, rows, row, kv_head)
+    dim, step = call.head_dim, call.num_heads + _2 * call.num_kv_heads
+    columns, first, at = int64_at(call.columns), _U64(rows[row + _FIRST]), _U64(rows[row + _AT])
+    for i in range(_U64(rows[row + COUNT])):
+        key = ((first + i) * step + call.num_heads + kv_head) * dim
+        value = key + call.num_kv_heads * dim
+        target = keys_at + _U64(columns[at + i]) % capacity * dim
+        for d in range(dim):
+            layer[target + d] = narrow(widen(qkv[key + d]), layer[target + d])
+            layer[target + to_values + d] = narrow(widen(qkv[value + d]), layer[target + d])
+
+
+@njit(nogil=True, cache=True)
+def attend_item(call, arrays, row, kv_head, work):  # type: ignore
+    qkv, layer, out = arrays
+    queries, _, sums, largest, totals, _ = work
+    dim, rows, row = call.head_dim, int64_at(call.rows), row * ROW
+    first, num_new, num_keys = _U64(rows[row]), _U64(rows[row + COUNT]), _U64(rows[row + SEEN])
+    keys_at, to_values, capacity = _keys_at(call, rows, row, kv_head)
+    group, at = call.num_heads // call.num_kv_heads, _U64(rows[row + _AT])
+    num_queries = num_new * group
+    for i in range(num_new):
+        head = ((first + i) * (call.num_heads + _2 * call.num_kv_heads) + kv_head * group) * dim
+        _load(qkv, head, group * dim, queries, i * group * dim)
+    _scale(queries, _U64(0), num_queries * dim, _F32(call.scale))
+    sums[:], totals[:], largest[:] = _F32(0), _F32(0), _LOWEST
+    if call.sinks:
+        sinks = float32_at(call.sinks)
+        for query in range(num_queries):
+            largest[query], totals[query] = sinks[kv_head * group + query % group], _F32(1)
+    if call.tree_size:
+        num_keys = _U64(int64_at(call.columns)[at - at % call.tree_size]) // _KEYS * _KEYS  # before the root
+    for start in range(_first_start(call, at, num_new), num_keys, _KEYS):
+        count = min(_KEYS, num_keys - start)
+        keys = keys_at + start % capacity * dim  # of a ring: blocks of 64 lie whole in it
+        _attend_keys(call, (layer, keys, layer, keys + to_values), (at, num_new), start, count, group, work)
+    for i in range(num_new if call.tree_size else _U64(0)):
+        one = _of_query(work, i * group, dim)
+        _attend_path(call, layer, (keys_at, to_values, capacity), at + i, num_keys, group, one)
+    for query in range(num_queries):
+        head = ((first + query // group) * call.num_heads + kv_head * group + query % group) * dim
+        _unload(sums, query * dim, dim, _F32(1) / totals[query], out, head)
+
+
+@njit(nogil=True, cache=True)
+def _attend_keys(call, source, tokens, start, count, group, work):  # type: ignore
+    """Adds `count` keys from position `start` on. source: (array, place) of keys, and of values."""
+    queries, scores, sums, largest, totals, rest = work
+    keys, keys_at, values, values_at = source
+    at, num_new = tokens
+    num_queries, dim = num_new * group, call.head_dim
+    _score(queries, num_queries, keys, keys_at, count, dim, rest, scores)
+    if call.softcap > 0.0:
+        _cap(scores, num_queries, _F32(call.softcap))
+    if call.window:
+        _hide_far(call, scores, num_queries, group, count, at, start)
+    _hide(call, scores, num_queries, group, count, at, start)
+    _weigh(scores, num_queries, dim, sums, largest, totals)
+    _add(scores, num_queries, values, values_at, count, dim, rest, sums)
+
+
+@njit(inline="always")
+def _of_query(work, query, dim):  # type: ignore
+    """The workspace from a query on."""
+    queries, scores, sums, largest, totals, rest = work
+    return (
+        queries[query * dim :],
+        scores[query * _KEYS :],
+        sums[query * dim :],
+        largest[query:],
+        totals[query:],
+        rest,
+    )
+
+
+@njit(nogil=True, cache=True)
+def _attend_path(call, layer, places, at, start, group, work):  # type: ignore
+    """A node of a tree: adds what its sequence has from column `start` on, its ancestors and itself, as if
+    they followed one another."""
+    keys_at, to_values, capacity = places
+    columns, positions = int64_at(call.columns), int64_at(call.positions)
+    parents, root = int64_at(call.parents), at - at % call.tree_size
+    prefix, end = _U64(columns[root]), _U64(positions[at]) + _1
+    path = np.empty(end - start, np.int64)
+    node = np.int64(at - root)
+    for place in range(end - start):
+        position = end - _1 - place
+        if position < prefix:
+            path[position - start] = np.int64(position)
+        else:
+            path[position - start] = columns[root + _U64(node)]
+            node = parents[root + _U64(node)]
+    dim = call.head_dim
+    keys, values = np.empty(_KEYS * dim, layer.dtype), np.empty(_KEYS * dim, layer.dtype)
+    for first in range(start, end, _KEYS):
+        count = min(_KEYS, end - first)
+        for j in range(count):
+            source = keys_at + _U64(path[first - start + j]) % capacity * dim
+            for d in range(dim):
+                keys[j * dim + d] = layer[source + d]
+                values[j * dim + d] = layer[source + to_values + d]
+        _attend_keys(call, (keys, _U64(0), values, _U64(0)), (at, _1), first, count, group, work)
+
+
+@njit(nogil=True, cache=True)
+def _first_start(call, at, num_new):  # type: ignore
+    """Of the first keys that a window reaches."""
+    if not call.window:
+        return _U64(0)
+    positions = int64_at(call.positions)
+    first = positions[at]
+    for i in range(num_new):
+        first = min(first, positions[at + i])
+    return _U64(max(first - np.int64(call.window) + 1, 0)) // _KEYS * _KEYS
+
+
+@njit(nogil=True, cache=True)
+def _score(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
+    """query · key. Constant head sizes compile to faster loops."""
+    if dim == _64:
+        _score_all(queries, num_rows, keys, at, count, _64, rest, scores)
+    elif dim == _32:
+        _score_all(queries, num_rows, keys, at, count, _32, rest, scores)
+    elif dim == _128:
+        _score_all(queries, num_rows, keys, at, count, _128, rest, scores)
+    else:
+        _score_all(queries, num_rows, keys, at, count, dim, rest, scores)
+
+
+@njit(inline="always")
+def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
+    whole = count // _4 * _4
+    _load(keys, at + whole * dim, (count - whole) * dim, rest, _U64(0))
+    for pair in range((num_rows + _1) // _2):
+        q0, s0 = _2 * pair * dim, _2 * pair * _KEYS
+        for j in range(_U64(0), whole, _4):
+            _two_by_four(queries, q0, keys, at + j * dim, dim, scores, s0 + j)
+        if whole < count:
+            _two_by_four(queries, q0, rest, _U64(0), dim, scores, s0 + whole)
+
+
+@njit(nogil=True, forceinline=True, fastmath=REORDERED)
+def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
+    a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
+    b0, b1, b2, b3 = _F32(0), _F32(0), _F32(0), _F32(0)
+    q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _KEYS
+    for d in range(dim):
+        x, y = queries[q0 + d], queries[q1 + d]
+        z0, z1 = widen(keys[k0 + d]), widen(keys[k1 + d])
+        z2, z3 = widen(keys[k2 + d]), widen(keys[k3 + d])
+        a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
+        b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
+    scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
+    scores[s1], scores[s1 + _1], scores[s1 + _2], scores[s1 + _3] = b0, b1, b2, b3
+
+
+@njit(nogil=True, cache=True)
+def _hide(call, scores, num_queries, group, count, at, start):  # type: ignore
+    """Adds the mask; scores beyond the last key become -inf."""
+    columns = int64_at(call.columns)
+    for query in range(num_queries):
+        token, seen = at + query // group, count
+        if call.is_causal and not call.tree_size:
+            seen = min(count, _U64(max(columns[token] + 1 - np.int64(start), 0)))
+        if call.mask_length:
+            mask, masked = float32_at(call.mask), token * call.mask_length + start
+            for j in range(seen):
+                scores[query * _KEYS + j] += mask[masked + j]
+        for j in range(seen, _KEYS):
+            scores[query * _KEYS + j] = _NOTHING
+
+
+@njit(nogil=True, cache=True)
+def _cap(scores, num_rows, softcap):  # type: ignore
+    """softcap · tanh(score / softcap), as 1 - 2 / (exp(2x) + 1)."""
+    for at in range(num_rows * _KEYS):
+        doubled = min(max(_2F * scores[at] / softcap, -_SATURATED), _SATURATED)
+        scores[at] = softcap * (_F32(1) - _2F / (exp_of(doubled) + _F32(1)))
+
+
+@njit(nogil=True, cache=True)
+def _hide_far(call, scores, num_queries, group, count, at, start):  # type: ignore
+    positions = int64_at(call.positions)
+    for query in range(num_queries):
+        position = _U64(positions[at + query // group])
+        if position >= start + call.window:
+            for j in range(min(count, position - call.window + _1 - start)):
+                scores[query * _KEYS + j] = _NOTHING
+
+
+@njit(nogil=True, cache=True)
+def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
+    """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals` likewise."""
+    for row in range(num_rows):
+        found = _largest(scores, row * _KEYS)
+        if found > largest[row]:
+            factor = _F32(math.exp(largest[row] - found))
+            _scale(sums, row * dim, dim, factor)
+            totals[row], largest[row] = totals[row] * factor, found
+        totals[row] += _to_weights(scores, row * _KEYS, largest[row])
+    for j in range(_KEYS):
+        scores[num_rows * _KEYS + j] = _F32(0)
+
+
+@njit(nogil=True, cache=True, fastmath=REORDERED)
+def _largest(scores, at):  # type: ignore
+    largest = _LOWEST
+    for j in range(_KEYS):
+        largest = max(largest, scores[at + j])
+    return largest
+
+
+@njit(nogil=True, cache=True, fastmath=REORDERED)
+def _to_weights(scores, at, largest):  # type: ignore
+    """Replaces scores s by exp(s - largest), 0 below 2⁻¹²⁶; returns their sum."""
+    total = _F32(0)
+    for j in range(_KEYS):
+        behind = scores[at + j] - largest
+        weight = _F32(0) if behind < _NO_WEIGHT else exp_of(behind)
+        scores[at + j] = weight
+        total += weight
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _add(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
+    if dim == _64:
+        _add_all(weights, num_rows, values, at, count, _64, rest, sums)
+    elif dim == _32:
+        _add_all(weights, num_rows, values, at, count, _32, rest, sums)
+    elif dim == _128:
+        _add_all(weights, num_rows, values, at, count, _128, rest, sums)
+    else:
+        _add_all(weights, num_rows, values, at, count, dim, rest, sums)
+
+
+@njit(inline="always")
+def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
+    whole = count // _4 * _4
+    _load(values, at + whole * dim, (count - whole) * dim, rest, _U64(0))
+    for pair in range((num_rows + _1) // _2):
+        w0, s0 = _2 * pair * _KEYS, _2 * pair * dim
+        for j in range(_U64(0), whole, _4):
+            _add_four(weights, w0 + j, values, at + j * dim, dim, sums, s0)
+        if whole < count:
+            _add_four(weights, w0 + whole, rest, _U64(0), dim, sums, s0)
+
+
+@njit(nogil=True, forceinline=True, fastmath=REORDERED)
+def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
+    w1, v1, v2, v3, s1 = w0 + _KEYS, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
+    a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
+    b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
+    for d in range(dim):
+        x0, x1 = widen(values[v0 + d]), widen(values[v1 + d])
+        x2, x3 = widen(values[v2 + d]), widen(values[v3 + d])
+        sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+        sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+
+
+@njit(nogil=True, cache=True)
+def _scale(numbers, at, size, factor):  # type: ignore
+    for i in range(size):
+        numbers[at + i] *= factor
+
+
+# ── numbers in memory ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(inline="always")
+def _zeros(size):  # type: ignore
+    return np.zeros(size, np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _load(source, at, size, target, to):  # type: ignore
+    for i in range(size):
+        target[to + i] = widen(source[at + i])
+
+
+@njit(nogil=True, cache=True)
+def _unload(source, at, size, factor, target, to):  # type: ignore
+    for i in range(size):
+        target[to + i] = narrow(source[at + i] * factor, target[to + i])
+
+
+def widen(number: Any) -> Any:
+    """From float32, or the bits of a bfloat16."""
+
+
+def narrow(number: Any, like: Any) -> Any:
+    """To float32, or the bits of the nearest bfloat16 (ties to even)."""
+
+
+@overload(widen)
+def _(number):  # type: ignore
+    if isinstance(number, types.Float):
+        return lambda number: number
+    return lambda number: _U32(_U32(number) << _U32(16)).view(np.float32)
+
+
+@overload(narrow)
+def _(number, like):  # type: ignore
+    if isinstance(like, types.Float):
+        return lambda number, like: number
+    return lambda number, like: round_to_bfloat16(number)
+
+
+@njit(inline="always")
+def round_to_bfloat16(number):  # type: ignore
+    bits = _F32(number).view(np.uint32)
+    return np.uint16(_U32(bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16))
