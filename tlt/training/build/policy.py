@@ -40,7 +40,8 @@ def build_policy_trainer(
         param_dtype = None if wanted is None else resolve_dtype(wanted)
         return build_sharded_policy(policy, model, world, param_dtype, seed)
 
-    policy, reference = build(), None
+    policy = build()
+    reference: Policy | BaseOf | EqualRows | None = None
     if config.algorithm.kl_coefficient > 0 and target is not None:
         reference = _rows_of(config, _copy_of_start(config, model, target), lambda: None)
     elif config.algorithm.kl_coefficient > 0:

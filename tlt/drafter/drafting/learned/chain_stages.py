@@ -122,7 +122,7 @@ def _draft(draft, like):  # type: ignore
 @njit(nogil=True, cache=True)
 def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
     counter = counters + COUNTER_BYTES * (STAGES + 1 + stage)
-    num_items = draft.num_rows if stage == _READ or stage == _CHOOSE else call.parts
+    num_items = draft.num_rows if stage in (_READ, _CHOOSE) else call.parts
     while True:
         item = take(counter, num_items)
         if item < 0:
