@@ -125,9 +125,10 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
 
 
+_LOCATORS: list[Any] = CacheImpl._locator_classes
 CacheImpl._locator_classes = [
-    *(type(f"Stamped{known.__name__}", (_Stamped, known), {}) for known in CacheImpl._locator_classes),
-    *CacheImpl._locator_classes,
+    *(cast(Any, type)(f"Stamped{known.__name__}", (_Stamped, known), {}) for known in _LOCATORS),
+    *_LOCATORS,
 ]
 
 

@@ -275,7 +275,8 @@ def cached(
 class Trees(Protocol):
     """Draft trees behind B cached sequences (speculation/law/tree.py). parents_BN: None for chains."""
 
-    length: int
+    @property
+    def length(self) -> int: ...
 
     @property
     def columns_BN(self) -> Tensor: ...

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tlt.base.io.extras import loading_numba
+from tlt.base.types import UserError
 from tlt.models.decoder import ModelConfig
 
 if TYPE_CHECKING:
@@ -64,3 +65,22 @@ def compile_layers(
         return None
     made: CompiledLayers = loops.layers.CompiledLayers(config, layers, final_norm)
     return made
+
+
+def check_equal_rows(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Of a CPU. Raises UserError where a token's numbers may depend on others in its batch."""
+    sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
+    if load() is None:
+        problem, remedy = (
+            "Numba is not installed, and PyTorch's products depend on the rows",
+            "pip install numba",
+        )
+    elif not has_panels(dtype, torch.device("cpu")):
+        name = str(dtype).removeprefix("torch.")
+        problem, remedy = f"run.dtype is {name}, whose products PyTorch computes", "set float32 or bfloat16"
+    elif config.architecture == "transformers" or any(size % 16 for size in sizes):
+        problem = "the model is computed by modules of transformers, or one operation at a time"
+        remedy = "leave it out (docs/models.md lists what our own decoder computes)"
+    else:
+        return
+    raise UserError(f"run.equal_rows: {problem}; {remedy}")

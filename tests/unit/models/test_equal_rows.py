@@ -4,13 +4,15 @@ tree, in a prompt, beside others, in a packed batch as the update has it, by one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tlt.base.types import DraftTree
+from tlt.base.types import DraftTree, UserError
 from tlt.models.attention import SharedPrompts, cached, cached_trees, prefill
+from tlt.models.compiled import check_equal_rows
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask, layout
@@ -144,3 +146,13 @@ def test_a_tokens_numbers_are_its_own(config: ModelConfig, dtype: torch.dtype, w
         assert torch.equal(ours, expected), f"{(ours != expected).sum()} of {ours.numel()} numbers differ"
     expected, ours = (target.logits(features_TE) for features_TE in (alone[0], found[0]))
     assert torch.equal(ours, expected)
+
+
+def test_what_has_no_equal_rows_is_refused_in_a_line() -> None:
+    check_equal_rows(CONFIGS[0], torch.bfloat16)
+    with pytest.raises(
+        UserError, match=r"^run.equal_rows: run.dtype is float64, .*; set float32 or bfloat16$"
+    ):
+        check_equal_rows(CONFIGS[0], torch.float64)
+    with pytest.raises(UserError, match=r"^run.equal_rows: the model is computed by modules of transformers"):
+        check_equal_rows(replace(CONFIGS[0], architecture="transformers"), torch.float32)

@@ -32,6 +32,7 @@ from tlt.engine.build.model import drafter_folder, model_folder, read_start
 from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
+from tlt.models.compiled import check_equal_rows
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import check_max_tokens, describe_template
@@ -229,6 +230,8 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config), config.model.implementation)
     check_hybrid(model, config.rollout.engine, config.rollout.speculation)
+    if config.run.equal_rows and config.rollout.engine == "tlt" and device_of(config).name == "cpu":
+        check_equal_rows(model, engine_dtype(config))
     if config.rollout.router_replay and not model.num_experts:
         what = f"rollout.router_replay: is true, but {config.model.path} has no experts to route to"
         raise UserError(f"{what}; set it to false")
@@ -297,10 +300,17 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         "ranks": f"{ranks.number} on {device.name} ({'; '.join(why)}), {run.dtype}",
         "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
         **({"engine": "vLLM, with TLT's sampling law inside"} if rollout.engine == "vllm" else {}),
+        **({"rows": describe_rows(config)} if run.equal_rows else {}),
         **({"sampling": SLOW_SAMPLING} if device.name == "cpu" and find_spec("numba") is None else {}),
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def describe_rows(config: Config) -> str:
+    if config.rollout.engine == "tlt" and device_of(config).name == "cpu":
+        return "equal: a token has the same numbers drafted or not, in any batch, and in the update"
+    return "equal: a token has the same numbers drafted or not, in any batch; the update computes its own"
 
 
 def describe_update(config: Config) -> str:

@@ -80,7 +80,9 @@ def build_models(
     ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
     idle_choice = build_idle_choice(world, timeline.epoch.machine, ahead, config.drafter.train, compares)
     engine = build_backend(model, settings, stored, on_span=timeline.add, references=references)
-    target = engine.model if config.run.equal_rows and isinstance(engine, RolloutEngine) else None
+    target = None
+    if config.run.equal_rows and isinstance(engine, RolloutEngine) and world.device.type == "cpu":
+        target = engine.model
     trainer = build_policy_trainer(config, model, world, layout_of(config).is_sharded, target)
     drafter_training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=config.run.seed)
     return RunModels(trainer, engine, drafter_training, references, idle_choice)
