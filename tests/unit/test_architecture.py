@@ -221,6 +221,9 @@ COMPILED_WITH = {
         ("tlt.speculation.law.fused", "tlt.speculation.law.sampling"),
         ("tlt.speculation.law.compiled", "tlt.speculation.law.draw"),
         ("tlt.drafter.drafting.learned.compiled_chain", "tlt.drafter.drafting.learned.pair_cache"),
+        ("tlt.models.triton_attention", "tlt.models.equal"),
+        ("tlt.models.triton_products", "tlt.models.equal"),
+        ("tlt.models.triton_rows", "tlt.models.equal"),
     ],
 )
 def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(

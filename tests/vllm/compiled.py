@@ -33,7 +33,7 @@ def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None)
                 source, target=GPUTarget("cuda", arch, 32), options=options or fused.OPTIONS
             )
             tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-            usage, code = _disassembled(tools, kernel.asm["cubin"])
+            usage, code = disassembled(tools, kernel.asm["cubin"])
             float64 = len(re.findall(FLOAT64, code)) * 32 * kernel.metadata.num_warps / fused.BLOCK
             record = {"arch": f"sm_{arch}", "kernel": name, "logits": dtype, "float64": float64, **usage}
             found.append({**record, "float32_fma": len(re.findall(r"\bFFMA\b", code))})
@@ -46,7 +46,7 @@ def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
     law = {"logits_ptr": "*fp32", "kept_ptr": "constexpr", "law": ("*i64", "*i64", "*fp64", "*fp64")}
     law |= {
         "token_ptr": "*i64",
-        "part_ptr": "*fp32",
+        "best_ptr": "*fp32",
         "stride": "i64",
         "vocab_size": "i32",
         "BLOCK": "constexpr",
@@ -68,7 +68,7 @@ def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _disassembled(tools: Path, cubin: bytes) -> tuple[dict[str, int], str]:
+def disassembled(tools: Path, cubin: bytes) -> tuple[dict[str, int], str]:
     """Returns the resources that a compiled kernel takes, and its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -61,49 +61,57 @@ def make_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return fused.gumbel_noise(keys, positions, vocab_size)
 
 
-class _Hopper:
-    """Stands in for Triton's driver of an H100 that is not here."""
+def _driver_of(arch: int) -> type:
+    """Returns what stands in for Triton's driver of a GPU that is not here."""
 
-    @staticmethod
-    def get_current_target() -> Any:
-        from triton.backends.compiler import GPUTarget
+    class Driver:
+        @staticmethod
+        def get_current_target() -> Any:
+            from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", arch, 32)
 
-    @staticmethod
-    def get_current_device() -> int:
-        return 0
+        @staticmethod
+        def get_current_device() -> int:
+            return 0
 
-    @staticmethod
-    def get_current_stream(device: int = 0) -> int:
-        return 0
+        @staticmethod
+        def get_current_stream(device: int = 0) -> int:
+            return 0
 
-    @staticmethod
-    def get_active_torch_device() -> torch.device:
-        return torch.device("cpu")
+        @staticmethod
+        def get_active_torch_device() -> torch.device:
+            return torch.device("cpu")
+
+    return Driver
 
 
-def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingParams]]]) -> list[str]:
-    """Compiles the kernels for an H100 with the very arguments that `draw` and `gumbel_noise` give them,
-    and launches none. Returns what came out. cases: type of the logits, vocabulary, parameters of the
-    rows."""
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Any]]:
+    """Kernels that are called meanwhile are compiled for such a GPU with the very arguments of the call, and not
+    launched. Yields the list that they go into."""
     from unittest.mock import patch
 
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tlt.speculation.law import fused
-
-    driver.set_active(_Hopper())
-    run, found = JITFunction.run, []
+    driver.set_active(_driver_of(arch))
+    run = JITFunction.run
+    found: list[Any] = []
 
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        made = run(kernel, *args, grid=grid, warmup=True, **options)
-        found.append(
-            f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}"
-        )
+        found.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
     with patch.object(JITFunction, "run", compiled), patch.object(torch, "empty", torch.zeros):
+        yield found
+
+
+def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingParams]]]) -> list[str]:
+    """Compiles the kernels as `draw` and `gumbel_noise` call them. Returns what came out. cases: type of the
+    logits, vocabulary, parameters of the rows."""
+    from tlt.speculation.law import fused
+
+    with compiling(90) as found:
         for dtype, vocab_size, params in cases:
             num_rows = len(params)
             keys = torch.zeros(num_rows, 4, dtype=torch.int64)
@@ -113,4 +121,7 @@ def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingP
             )
             fused.draw(logits, keys, positions, BatchParams(params))
             fused.gumbel_noise(keys, positions[:, None], vocab_size)
-    return found
+    return [
+        f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}"
+        for made in found
+    ]

@@ -220,7 +220,8 @@ def test_the_very_arguments_of_a_draw_compile_for_a_gpu_that_is_not_here() -> No
     ]
     with triton_process(interprets=False) as call:
         found = call(compile_as_called, cases)
-    assert found == ["law_kernel of 8 warps for 90", "noise_kernel of 8 warps for 90"] * len(cases)
+    kernels = ("law_kernel", "chosen_logprobs_kernel", "noise_kernel")
+    assert found == [f"{name} of 8 warps for 90" for name in kernels] * len(cases)
 
 
 def test_compiled_as_triton_does_by_itself_it_would_contract() -> None:

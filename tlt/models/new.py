@@ -7,6 +7,7 @@ import torch
 from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig, Policy, Transformer
+from tlt.models.equal import EqualTransformer, check_equal_rows
 from tlt.models.packed import PackedTransformer
 from tlt.models.target import Target
 
@@ -24,14 +25,22 @@ def new_transformer(
 
 
 def new_target(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", borrows: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    borrows: bool = False,
+    equal_rows: bool = False,
 ) -> Target:
     """borrows: whether unchanged tensors are the policy's own memory, if dtype and device agree.
+    equal_rows: see `EngineSettings`.
 
-    UserError for a hybrid.
+    UserError for a hybrid, and where a GPU has no equal rows.
     """
     if config.is_hybrid:
         raise UserError(f"model: {OF_HYBRIDS}, so no drafter can read it; leave the drafter out")
+    if equal_rows and torch.device(device).type == "cuda":
+        check_equal_rows(config, dtype)
+        return EqualTransformer(config, dtype, device, borrows)
     if isinstance(config, AnyConfig):
         from tlt.models.any import AnyTarget
 

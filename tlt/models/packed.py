@@ -39,6 +39,8 @@ class PackedNorm:
 class PackedLinear:
     """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (compiled_products.py)."""
 
+    has_panels = True
+
     def __init__(
         self,
         num_in: int,
@@ -54,7 +56,7 @@ class PackedLinear:
         without a copy."""
         self.borrows, self.device, self.dtype = borrows, device, dtype
         self.shape = (num_out, num_in)
-        self.panels = compiled.panels(num_in, num_out, dtype, device)
+        self.panels = compiled.panels(num_in, num_out, dtype, device) if self.has_panels else None
         self.weight: Tensor | None = None
         if self.panels is None:
             self.weight = _allocate(num_out, num_in, dtype, device, borrows) if storage is None else storage
@@ -90,6 +92,8 @@ class PackedLinear:
 
 
 class PackedLayer:
+    norm_type, linear_type = PackedNorm, PackedLinear
+
     def __init__(
         self,
         config: ModelConfig,
@@ -100,17 +104,18 @@ class PackedLayer:
         borrows: bool = False,
     ) -> None:
         c = self.config = config
+        norm, linear = self.norm_type, self.linear_type
         self.num_rotated = c.num_heads + c.num_kv_heads
-        self.input_norms = {name: PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) for name in norms}
+        self.input_norms = {name: norm(c.hidden_size, c.rms_norm_eps, dtype, device) for name in norms}
         num_read, num_attended = max(len(norms), 1) * c.hidden_size, c.num_heads * c.head_dim
-        self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
-        self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
+        self.mlp_norm = norm(c.hidden_size, c.rms_norm_eps, dtype, device)
+        self.qkv_linear = linear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
         self.qk_norm_weight: Tensor | None = None
         if c.qk_norm:
             self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device)
-        self.output_linear = PackedLinear(num_attended, c.hidden_size, dtype, device, borrows=borrows)
-        self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
-        self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
+        self.output_linear = linear(num_attended, c.hidden_size, dtype, device, borrows=borrows)
+        self.gate_up_linear = linear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
+        self.down_linear = linear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         """KeyError for a missing tensor."""
@@ -144,13 +149,13 @@ class PackedLayer:
             read_NI = torch.cat([norm(part) for norm, part in parts], dim=-1)
         qkv_NSD = self.qkv_linear(read_NI).view(-1, self.config.num_qkv, self.config.head_dim)
         if self.qk_norm_weight is not None:
-            qk = qkv_NSD[:, : self.num_rotated]
-            torch.mul(
-                F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps),
-                self.qk_norm_weight,
-                out=qk,
-            )
+            self.norm_heads(qkv_NSD[:, : self.num_rotated], self.qk_norm_weight)
         return qkv_NSD
+
+    def norm_heads(self, qk_NHD: Tensor, weight_HD: Tensor) -> None:
+        """In place."""
+        size, eps = self.config.head_dim, self.config.rms_norm_eps
+        torch.mul(F.rms_norm(qk_NHD, (size,), None, eps), weight_HD, out=qk_NHD)
 
     def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
         return self.output_linear.add_to(x_NE, attended_NA)
@@ -169,6 +174,7 @@ class PackedTransformer(Target):
     """
 
     is_recordable = True
+    layer_type = PackedLayer
 
     def __init__(
         self,
@@ -179,14 +185,16 @@ class PackedTransformer(Target):
     ) -> None:
         self.config, self.dtype, self.device, self.borrows = config, dtype, torch.device(device), borrows
         self.layers = [
-            PackedLayer(config, dtype, self.device, borrows=borrows) for _ in range(config.num_layers)
+            self.layer_type(config, dtype, self.device, borrows=borrows) for _ in range(config.num_layers)
         ]
         self.embedding_VE = _allocate(config.vocab_size, config.hidden_size, dtype, self.device, borrows)
         self.head_VE = self.embedding_VE if config.tie_embeddings else torch.empty_like(self.embedding_VE)
-        self.head_linear = PackedLinear(
+        self.head_linear = self.layer_type.linear_type(
             config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE, borrows=borrows
         )
-        self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
+        self.final_norm = self.layer_type.norm_type(
+            config.hidden_size, config.rms_norm_eps, dtype, self.device
+        )
         self.rope = Rope(config, dtype, self.device)
         self.compiled = compiled.compile_layers(self.config, self.layers, self.final_norm)
 

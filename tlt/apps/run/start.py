@@ -32,8 +32,9 @@ from tlt.engine.build.model import drafter_folder, model_folder, read_start
 from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
-from tlt.models.compiled import check_equal_rows
+from tlt.models.compiled import check_equal_rows as check_rows_on_cpu
 from tlt.models.decoder import ModelConfig
+from tlt.models.equal import check_equal_rows as check_rows_on_gpu
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import check_max_tokens, describe_template
 from tlt.models.hf.tokenizer import load_tokenizer, writes_date
@@ -226,12 +227,13 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         has_learned, dtype = config.drafter.path is not None, engine_dtype(config)
         is_in_group = layout.is_sharded or all_ranks(config) > 1
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
-        check_vllm(config.rollout.speculation, has_learned, dtype, *place)
+        check_vllm(config.rollout.speculation, has_learned, dtype, *place, equal_rows=config.run.equal_rows)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config), config.model.implementation)
     check_hybrid(model, config.rollout.engine, config.rollout.speculation)
-    if config.run.equal_rows and config.rollout.engine == "tlt" and device_of(config).name == "cpu":
-        check_equal_rows(model, engine_dtype(config))
+    if config.run.equal_rows and config.rollout.engine == "tlt":
+        check = check_rows_on_gpu if device_of(config).name == "cuda" else check_rows_on_cpu
+        check(model, engine_dtype(config))
     if config.rollout.router_replay and not model.num_experts:
         what = f"rollout.router_replay: is true, but {config.model.path} has no experts to route to"
         raise UserError(f"{what}; set it to false")

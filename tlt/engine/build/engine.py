@@ -87,7 +87,7 @@ def _make_tuner(
 
 
 def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> Target:
-    packed = new_target(config, settings.dtype, settings.device, settings.borrows)
+    packed = new_target(config, settings.dtype, settings.device, settings.borrows, settings.equal_rows)
     packed.load(policy, version=0)
     return packed
 

@@ -128,11 +128,14 @@ def _replay(
 ) -> tuple[Tensor, TreeForward]:
     config, layers, length = model.config, cache.layers, nodes.length
     assert nodes.mask_BNL is not None, "added rows and columns are masked"
+    is_tree = nodes.depths_BN is not None
 
     def forward(
         tokens_BN: Tensor, positions_BN: Tensor, columns_BN: Tensor, mask_BNL: Tensor
     ) -> tuple[Tensor, ...]:
-        attend = Cached(config, layers, columns_BN, length, mask_BNL)
+        attend = Cached(
+            config, layers, columns_BN, length, mask_BNL, positions_BT=positions_BN if is_tree else None
+        )
         tokens_N, positions_N = tokens_BN.flatten(), positions_BN.flatten()
         found = model.forward_capturing(tokens_N, positions_N, attend, capture)
         return tuple(x_NE.view(*tokens_BN.shape, -1) for x_NE in found)
@@ -144,7 +147,9 @@ def _replay(
         "mask_BNL": nodes.mask_BNL,
     }
     graphs.keep_to(cache.num_moves)
-    features_BNE, captured_BNF = graphs.run((tuple(capture), length), forward, inputs, cache.num_slots)
+    features_BNE, captured_BNF = graphs.run(
+        (tuple(capture), length, is_tree), forward, inputs, cache.num_slots
+    )
     return captured_BNF, TreeForward(model, tree, features_BNE.flatten(0, 1), None)
 
 

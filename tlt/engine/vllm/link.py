@@ -22,6 +22,7 @@ from tlt.base.io.processes import how_it_ended
 from tlt.engine.vllm.inside.law import Recorded
 from tlt.engine.vllm.inside.release import check_installed
 from tlt.engine.vllm.inside.verified import Verified
+from tlt.engine.vllm.preflight import INVARIANT
 from tlt.engine.vllm.settings import VllmSettings
 from tlt.engine.vllm.transfer import make_carrier
 from tlt.engine.vllm.weights import Weights
@@ -55,6 +56,9 @@ class Link:
         way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if settings.asked.equal_rows:
+            assert "vllm" not in sys.modules or os.environ.get(INVARIANT) == "1", "vLLM read it when imported"
+            os.environ[INVARIANT] = "1"
         quieten()
         from tlt.engine.vllm.start import start  # imports vllm, which reads the environment
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import torch
 
 from tlt.base.config.vllm import VllmSection
@@ -14,6 +17,30 @@ from tlt.engine.vllm.transfer import choose_way
 VLLM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's own mode in which a row's bits do not depend on its batch."""
+LEAST_CAPABILITY = (8, 0)
+
+
+def check_invariant(device: str) -> None:
+    """Raises UserError where vLLM has no such mode. device: "cpu" or "cuda"."""
+    remedy = "give false, or rollout.engine tlt"
+    if device == "cpu":
+        raise UserError(f"run.equal_rows: vLLM has no batch-invariant mode on a CPU; {remedy}")
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        found, needed = (".".join(map(str, one)) for one in (capability, LEAST_CAPABILITY))
+        raise UserError(
+            f"run.equal_rows: vLLM's batch-invariant mode needs compute capability {needed}, this GPU has "
+            f"{found}; {remedy}"
+        )
+    spec = find_spec("vllm")
+    assert spec is not None, "check_installed has found it"
+    known = "" if spec.origin is None else Path(spec.origin).with_name("envs.py").read_text(encoding="utf-8")
+    if INVARIANT not in known:
+        raise UserError(f"run.equal_rows: this vLLM does not know {INVARIANT}; {remedy}")
+
+
 def check_vllm(
     speculation: Speculation,
     has_learned: bool,
@@ -22,6 +49,8 @@ def check_vllm(
     section: VllmSection,
     num_engines: int = 1,
     is_in_group: bool = False,
+    *,
+    equal_rows: bool = False,
 ) -> None:
     """Raises UserError.
 
@@ -31,6 +60,8 @@ def check_vllm(
     """
     check_installed()
     check_speculation(speculation, has_learned)
+    if equal_rows:
+        check_invariant(device)
     if dtype not in VLLM_DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise UserError(

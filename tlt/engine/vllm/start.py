@@ -31,6 +31,12 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
         except ValueError as error:  # vLLM refuses the model, or a cache without room for a whole response
             remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
             raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
+        except RuntimeError as error:  # an attention without the mode; a worker process tells only its log
+            if "batch_invariant" not in str(error):
+                raise
+            raise UserError(
+                f"run.equal_rows: {one_line(error, 400)}; give false, or rollout.engine tlt"
+            ) from None
     return llm, request_params
 
 

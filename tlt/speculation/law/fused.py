@@ -1,9 +1,8 @@
 """The law as a kernel, for GPUs: noise is computed in registers, so a row takes no memory but its logits.
 
     logits [R, V] ─▶ one program for every row and block of the vocabulary
-                       Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and its token
-                       logits / T ─▶ the largest, and Σ exp(logit - largest)          ─▶ 20 bytes a block
-                  ─▶ the token of the row's best block; its log-probability
+                       Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and token: 12 bytes a block
+                  ─▶ the token of the row's best block ─▶ its log-probability (base/triton_logprobs.py)
 
 sampling.py defines the law. 1 - w has 33 bits, exact in float64, so -log(-log(1 - w)) needs no log1p. CUDA's
 float64 logarithm may differ in the last bit, which changes the float32 noise of one word in millions: by a
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt.base.triton_logprobs import chosen_logprobs
 from tlt.speculation.law.params import BatchParams, truncate
 
 BLOCK = 2048
@@ -31,7 +31,7 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 def draw(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
-    """As `draw.draw`. Memory per row: 20 bytes per BLOCK of logits; with truncation, 60 bytes per logit."""
+    """As `draw.draw`. Memory per row: 12 bytes per BLOCK of logits; with truncation, 60 bytes per logit."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
     num_rows, vocab_size = logits_RV.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
@@ -40,29 +40,24 @@ def draw(
     )
     dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     tokens_RK = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits_RV.device)
-    parts_RK3 = torch.empty(num_rows, num_blocks, 3, dtype=dtype, device=logits_RV.device)
+    best_RK = torch.empty(num_rows, num_blocks, dtype=dtype, device=logits_RV.device)
     columns = (params.inverse_temperature_B11, params.noise_scale_B11)
-    law = (
-        keys_R4.contiguous(),
-        positions_R.contiguous(),
-        *(None if c is None else c.flatten() for c in columns),
-    )
+    inverse_R, noise_scale_R = (None if c is None else c.flatten() for c in columns)
+    law = (keys_R4.contiguous(), positions_R.contiguous(), inverse_R, noise_scale_R)
     with torch.cuda.device_of(logits_RV):
         law_kernel[num_rows, num_blocks](
             logits_RV,
             kept_RV,
             law,
             tokens_RK,
-            parts_RK3,
+            best_RK,
             logits_RV.stride(0),
             vocab_size,
             BLOCK=BLOCK,
             **OPTIONS,
         )
-    best_RK, largest_RK, sums_RK = parts_RK3.unbind(-1)
-    tokens_R1 = tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))  # the first of equal ones
-    chosen_R1 = params.scale(logits_RV.gather(1, tokens_R1)[:, None])[:, 0]
-    return tokens_R1[:, 0], chosen_R1[:, 0] - (largest_RK + sums_RK.log()).logsumexp(-1)
+    tokens_R = tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))[:, 0]  # the first of equal ones
+    return tokens_R, chosen_logprobs(logits_RV, tokens_R, inverse_R)
 
 
 def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
@@ -83,11 +78,10 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 
 
 @triton.jit
-def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_size, BLOCK: tl.constexpr):
-    """Writes a block's best token and (its score, the largest logit, Σ exp(logit - largest)). As for
-    torch.argmax, a NaN wins."""
+def law_kernel(logits_ptr, kept_ptr, law, token_ptr, best_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+    """Writes a block's best token and its score. As for torch.argmax, a NaN wins."""
     key_ptr, position_ptr, inverse_ptr, scale_ptr = law
-    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    dtype: tl.constexpr = best_ptr.dtype.element_ty
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     token = first + tl.arange(0, BLOCK)
     is_real = token < vocab_size
@@ -102,13 +96,9 @@ def law_kernel(logits_ptr, kept_ptr, law, token_ptr, part_ptr, stride, vocab_siz
         kept = tl.load(kept_ptr + row * vocab_size + token, is_real, -float("inf"))
     score = kept + noise.to(dtype)
     best, index = tl.max(tl.where(score == score, score, float("inf")), 0, return_indices=True)
-    largest = tl.max(tl.where(logit == logit, logit, float("inf")), 0)
-    largest = tl.where(largest == -float("inf"), 0.0, largest)
     out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(token_ptr + out, first + index)
-    tl.store(part_ptr + 3 * out, best)
-    tl.store(part_ptr + 3 * out + 1, largest)
-    tl.store(part_ptr + 3 * out + 2, tl.sum(tl.exp(logit - largest), 0))
+    tl.store(best_ptr + out, best)
 
 
 @triton.jit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +75,41 @@ def test_engines_need_as_many_gpus_as_they_are_spread_over(
         check(device="cuda", section=VllmSection(tensor_parallel=3), num_engines=2)
     with refused("vLLM computes on this machine's GPUs; give cuda"):
         check(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "envs", "said"),
+    [
+        ((9, 0), "VLLM_BATCH_INVARIANT = False", None),
+        (
+            (7, 5),
+            "VLLM_BATCH_INVARIANT = False",
+            "needs compute capability 8.0, this GPU has 7.5; give false, or",
+        ),
+        ((9, 0), "", "this vLLM does not know VLLM_BATCH_INVARIANT; give false, or rollout.engine tlt$"),
+    ],
+)
+def test_equal_rows_need_vllms_batch_invariant_mode(
+    installed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capability: tuple[int, int],
+    envs: str,
+    said: str | None,
+) -> None:
+    (tmp_path / "envs.py").write_text(envs)
+    monkeypatch.setattr(
+        preflight, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with nullcontext() if said is None else refused(f"^run.equal_rows: .*{said}"):
+        check(device="cuda", equal_rows=True)
+    check(device="cuda")
+    with refused(
+        "^run.equal_rows: vLLM has no batch-invariant mode on a CPU; give false, or rollout.engine tlt$"
+    ):
+        start.preflight(load_config(RECIPE, {**VLLM, "run.equal_rows": True, "run.device": "cpu"}))
 
 
 def test_weights_through_gpu_memory_are_refused_where_no_worker_shares_it(
