@@ -128,7 +128,7 @@ def _replay(
 ) -> tuple[Tensor, TreeForward]:
     config, layers, length = model.config, cache.layers, nodes.length
     assert nodes.mask_BNL is not None, "added rows and columns are masked"
-    is_tree = nodes.depths_BN is not None
+    is_tree = nodes.parents_BN is not None
 
     def forward(
         tokens_BN: Tensor, positions_BN: Tensor, columns_BN: Tensor, mask_BNL: Tensor
