@@ -192,7 +192,7 @@ def measure_tlt(options: argparse.Namespace, dtype: str, folder: Path) -> dict[s
         "versions": {"tlt": environment()["tlt"]},
         "law": dict(zip(("off", "on"), map(_verdict, modes), strict=False)),
         "ways": {
-            **{f"batch of {n}": sampled[f"off, batch of {n}"] for n in BATCHES},
+            **{f"batch of {n}": sampled[f"off, batch of {min(n, options.num)}"] for n in BATCHES},
             "drafts": worst,
             "prefilled": sampled["off, prefilled"],
             "trainer": sampled["trainer"],
@@ -232,7 +232,7 @@ HEAD = [
 SAID = (
     "Lawful: the audit's verdict and the tokens judged. Then log-probabilities that differ in any bit from those of one request at "
     "a time, of how many up to where tokens part, and the largest difference in nats; drafts: from those without drafts, where tokens are equal (TLT: its "
-    "worst mode and batch, sampled; others: greedy). On = off: responses whose tokens are equal with drafts and without, sampled "
+    "worst mode and batch, sampled; others: greedy). A batch of 16 holds all requests where they are fewer. On = off: responses whose tokens are equal with drafts and without, sampled "
     "with the same seed, and greedy. vLLM without prefix caching; vllm-repaired: with the one faulty function of its CPU build "
     "replaced (docs/audit.md). A dash: not measured, or the engine has no such way."
 )
