@@ -199,9 +199,7 @@ def measure_tlt(options: argparse.Namespace, dtype: str, folder: Path) -> dict[s
         },
         "all ways": sampled,
         "on = off": {
-            name: [
-                sum(found[way][key] for way in first) // len(first) for key in ("num_equal", "num_responses")
-            ]
+            name: [min(found[way][key] for way in first) for key in ("num_equal", "num_responses")]
             for name, found in (("seeded", sampled), ("greedy", greedy))
         },
     }
