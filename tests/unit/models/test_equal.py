@@ -41,11 +41,12 @@ def test_what_has_no_equal_rows_on_a_gpu_is_refused_in_one_line(
         check_equal_rows(config, dtype)
 
 
-def test_a_run_on_a_gpu_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         "recipes/countdown/quickstart.toml", {"run.equal_rows": True, "run.dtype": "float64"}
     )
-    start.preflight(config)
+    with refused("^run.equal_rows: run.dtype is float64"):
+        start.preflight(config)
     monkeypatch.setattr(start, "device_of", lambda _: SimpleNamespace(name="cuda"))
     with refused("^run.equal_rows: not in float64 on a GPU"):
         start.preflight(config)
