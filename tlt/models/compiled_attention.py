@@ -43,7 +43,7 @@ class CompiledAttention:
 
     layers: per layer, [slots, 2 × kv heads, length, head dim], or, without slots, [2 × kv heads × all
         columns × head dim].
-    rows: of `rows_of_cache` or `rows_of_families`; see `compiled_items.ROW`.
+    rows: for instance of `rows_of_cache`; see `compiled_items.ROW`.
     real_N: the tokens of the flat batch, in padded sequences; None: there is no padding.
     """
 
@@ -130,7 +130,7 @@ class Packed(CompiledAttention):
         layers: Sequence[Tensor],
         slots: Sequence[int] | None,
     ) -> None:
-        lengths = [prompt + num_own for prompt, own in families for num_own in own]
+        lengths = [prompt + num_own for prompt, own in families for num_own in own or [0]]
         places = [(slot, 0) for slot in slots or ()]
         if slots is None:
             places = list(zip(accumulate([0, *lengths]), lengths, strict=False))
