@@ -10,13 +10,10 @@ from typing import Any, Literal
 import pytest
 from transformers import (
     DeepseekV3Config,
-    Gemma4Config,
     GPT2Config,
-    Llama4Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3NextConfig,
 )
@@ -64,10 +61,7 @@ FOREIGN: dict[str, tuple[str, PreTrainedConfig]] = {
     ),
 }
 COMPOSITE: dict[str, tuple[str, type[PreTrainedConfig]]] = {
-    "Gemma 4": ("Gemma4ForConditionalGeneration", Gemma4Config),
-    "Qwen3.5": ("Qwen3_5ForConditionalGeneration", Qwen3_5Config),
     "Qwen3.5, a mixture": ("Qwen3_5MoeForConditionalGeneration", Qwen3_5MoeConfig),
-    "Llama 4": ("Llama4ForConditionalGeneration", Llama4Config),
 }
 """Models whose config.json has its text model's numbers under text_config."""
 NO_EXPERTS = {"n_routed_experts": None}
