@@ -26,7 +26,9 @@ Families = Sequence[tuple[int, Sequence[int]]]
 
 
 class EqualRows:
-    """target: an engine's copy of the weights.
+    """Reads responses as the engine generates them.
+
+    target: an engine's copy of the weights.
     params: with which the responses were drawn.
     load: loads weights that an optimizer step has changed.
     """

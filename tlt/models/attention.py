@@ -277,7 +277,6 @@ class Trees(Protocol):
 
     @property
     def length(self) -> int: ...
-
     @property
     def columns_BN(self) -> Tensor: ...
     @property

@@ -61,7 +61,7 @@ def compile_layers(
 ) -> CompiledLayers | None:
     """None where they run one operation at a time."""
     loops = load()
-    if loops is None or not loops.layers.can_compile(config, layers[0]):
+    if loops is None or layers[0].down_linear.panels is None or not loops.layers.fills_panels(config):
         return None
     made: CompiledLayers = loops.layers.CompiledLayers(config, layers, final_norm)
     return made
@@ -69,17 +69,15 @@ def compile_layers(
 
 def check_equal_rows(config: ModelConfig, dtype: torch.dtype) -> None:
     """Of a CPU. Raises UserError where a token's numbers may depend on others in its batch."""
-    sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
-    if load() is None:
-        problem, remedy = (
-            "Numba is not installed, and PyTorch's products depend on the rows",
-            "pip install numba",
-        )
+    if (loops := load()) is None:
+        problem = "without Numba PyTorch computes, whose products depend on the number of rows"
+        remedy = "pip install numba"
     elif not has_panels(dtype, torch.device("cpu")):
         name = str(dtype).removeprefix("torch.")
-        problem, remedy = f"run.dtype is {name}, whose products PyTorch computes", "set float32 or bfloat16"
-    elif config.architecture == "transformers" or any(size % 16 for size in sizes):
-        problem = "the model is computed by modules of transformers, or one operation at a time"
+        problem = f"run.dtype is {name}, in which PyTorch's products depend on the number of rows"
+        remedy = "set float32 or bfloat16"
+    elif config.architecture == "transformers" or not loops.layers.fills_panels(config):
+        problem = "the model is computed by transformers' modules, or one operation at a time"
         remedy = "leave it out (docs/models.md lists what our own decoder computes)"
     else:
         return

@@ -52,10 +52,10 @@ class LayerWeights(Protocol):
     def down_linear(self) -> Linear: ...
 
 
-def can_compile(config: ModelConfig, layer: LayerWeights) -> bool:
-    """Whether its matrices are panels of which none is padded."""
+def fills_panels(config: ModelConfig) -> bool:
+    """Whether no panel of its layers is padded, so that they run in one call."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
-    return layer.down_linear.panels is not None and all(size % LANES == 0 for size in sizes)
+    return all(size % LANES == 0 for size in sizes)
 
 
 class CompiledLayers:

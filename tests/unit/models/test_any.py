@@ -24,6 +24,7 @@ from tests.unit.models.families import EVERY, PUBLISHED, VOCAB, logprobs, precis
 from tlt.base.speculation import parse_speculation
 from tlt.base.types import Rollout
 from tlt.engine.build.engine import check_hybrid
+from tlt.engine.build.vllm import refuse_on_cpu
 from tlt.models.attention import PackedCausal, SharedPrompts
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.config import OtherComputation, config_to_hf, parse_config
@@ -150,6 +151,14 @@ def test_a_hybrid_generates_in_vllm_alone_without_drafts() -> None:
         check_hybrid(config, "vllm", fixed)
     with refused("model: its linear attention or convolutions .*, so no drafter can read it"):
         new_target(config, torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's kernels for CPUs")
+@pytest.mark.parametrize("name", ["LFM2-1.2B", "Qwen3-Next-80B-A3B"])
+def test_what_vllm_computes_wrongly_on_a_cpu_is_refused(name: str) -> None:
+    refuse_on_cpu(config_of("Qwen3-0.6B"))
+    with refused(r"engine: vllm .* wrongly on a CPU; run it on a GPU$"):
+        refuse_on_cpu(config_of(name))
 
 
 def test_llama_4_is_computed_up_to_its_chunk_and_its_first_change_of_temperature() -> None:

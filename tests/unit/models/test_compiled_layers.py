@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.models.transformer_parts import target_of
 from tlt.base import loops as base_loops
 from tlt.drafter.eagle import EagleModel, PackedEagle
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
@@ -30,18 +31,6 @@ CONFIGS = [
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.1}
 LENGTHS, NUM_NEW = [30, 9, 61], 4
 CAPTURES = [(), (2,), (0, 1, 4)]
-
-
-def target_of(config: ModelConfig, dtype: torch.dtype) -> PackedTransformer:
-    model = Transformer(config).initialize(0, 0.1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    target = PackedTransformer(config, dtype)
-    target.load(dict(model.named_parameters()), 0)
-    return target
 
 
 def random_layers(config: ModelConfig, num_slots: int, dtype: torch.dtype) -> list[Tensor]:

@@ -45,7 +45,7 @@ def test_a_run_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch
     config = load_config(
         "recipes/countdown/quickstart.toml", {"run.equal_rows": True, "run.dtype": "float64"}
     )
-    with refused("^run.equal_rows: run.dtype is float64"):
+    with refused("^run.equal_rows: run.dtype is float64, .*; set float32 or bfloat16$"):
         start.preflight(config)
     monkeypatch.setattr(start, "device_of", lambda _: SimpleNamespace(name="cuda"))
     with refused("^run.equal_rows: not in float64 on a GPU"):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.models.transformer_parts import target_of
 from tlt.base.types import DraftTree, UserError
 from tlt.models.attention import SharedPrompts, cached, cached_trees, prefill
 from tlt.models.compiled import check_equal_rows
-from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask, layout
 
@@ -31,18 +32,6 @@ OTHERS = torch.randint(40, (3, 40), generator=torch.Generator().manual_seed(4))
 
 Way = Callable[[PackedTransformer], tuple[Tensor, Tensor]]
 """Returns the features of TEXT, [T, E], and its keys and values in the last layer, [2K, T, D]."""
-
-
-def target_of(config: ModelConfig, dtype: torch.dtype) -> PackedTransformer:
-    model = Transformer(config).initialize(0, 0.1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    target = PackedTransformer(config, dtype)
-    target.load(dict(model.named_parameters()), 0)
-    return target
 
 
 def empty(target: PackedTransformer, num_slots: int) -> list[Tensor]:
@@ -151,8 +140,8 @@ def test_a_tokens_numbers_are_its_own(config: ModelConfig, dtype: torch.dtype, w
 def test_what_has_no_equal_rows_is_refused_in_a_line() -> None:
     check_equal_rows(CONFIGS[0], torch.bfloat16)
     with pytest.raises(
-        UserError, match=r"^run.equal_rows: run.dtype is float64, .*; set float32 or bfloat16$"
+        UserError, match=r"^run.equal_rows: run.dtype is float64, in which .*; set float32 or bfloat16$"
     ):
         check_equal_rows(CONFIGS[0], torch.float64)
-    with pytest.raises(UserError, match=r"^run.equal_rows: the model is computed by modules of transformers"):
+    with pytest.raises(UserError, match=r"^run.equal_rows: the model is computed by transformers' modules"):
         check_equal_rows(replace(CONFIGS[0], architecture="transformers"), torch.float32)

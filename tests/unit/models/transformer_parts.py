@@ -207,3 +207,16 @@ def generate_greedily(
         lengths_B = lengths_B + 1
         generated.append(tokens_B)
     return torch.stack(generated, dim=1).tolist()
+
+
+def target_of(config: ModelConfig, dtype: torch.dtype) -> PackedTransformer:
+    """Random, norms and biases included."""
+    model = Transformer(config).initialize(0, 0.1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    target = PackedTransformer(config, dtype)
+    target.load(dict(model.named_parameters()), 0)
+    return target

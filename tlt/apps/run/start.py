@@ -310,9 +310,14 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
 
 
 def describe_rows(config: Config) -> str:
-    if config.rollout.engine == "tlt" and device_of(config).name == "cpu":
-        return "equal: a token has the same numbers drafted or not, in any batch, and in the update"
-    return "equal: a token has the same numbers drafted or not, in any batch; the update computes its own"
+    if config.rollout.engine == "vllm":
+        return "equal in any batch, by vLLM's batch-invariant mode; the update computes its own"
+    drafted = "equal: a token has the same numbers in any batch, drafted or not"
+    return (
+        f"{drafted}; the update computes its own"
+        if device_of(config).name == "cuda"
+        else f"{drafted}, and in the update"
+    )
 
 
 def describe_update(config: Config) -> str:

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5MoeConfig,
-    Qwen3NextConfig,
 )
 
 from tests.refused import refused
@@ -46,7 +45,6 @@ SIZES: dict[str, Any] = {
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 FOREIGN: dict[str, tuple[str, PreTrainedConfig]] = {
     "latent attention": ("DeepseekV3ForCausalLM", DeepseekV3Config(**SIZES)),
-    "linear attention": ("Qwen3NextForCausalLM", Qwen3NextConfig(**SIZES)),
     "GPT-2, with names of its own": (
         "GPT2LMHeadModel",
         GPT2Config(vocab_size=61, n_positions=96, n_embd=32, n_layer=2, n_head=2, eos_token_id=1),

@@ -1,0 +1,47 @@
+"""Loops are compiled anew when any file of loops has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+loops = pytest.importorskip("tlt.base.loops", reason="Numba is not installed")
+
+PACKAGE = Path(loops.__file__).parents[1]
+
+
+def test_every_file_of_loops_is_in_the_stamp() -> None:
+    with_loops = {path.name for path in PACKAGE.rglob("*.py") if "@njit" in path.read_text()}
+    assert with_loops <= {name for name, *_ in loops._stamp()}
+
+
+CALLED = "from numba import njit\n\n@njit(cache=True)\ndef called():\n    return {number}\n"
+CALLING = """
+import sys
+sys.path.insert(0, {folder!r})
+from tlt.base import loops
+from pathlib import Path
+loops._PACKAGE = Path({folder!r})
+loops._stamp.cache_clear()
+from compiled_calling import calling
+print(calling())
+"""
+
+
+def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
+    """With Numba's own locators the second process would print 1."""
+    (tmp_path / "compiled_calling.py").write_text(
+        "from numba import njit\nfrom compiled_called import called\n\n"
+        "@njit(cache=True)\ndef calling():\n    return called()\n"
+    )
+    printed = []
+    for number in (1, 2):
+        (tmp_path / "compiled_called.py").write_text(CALLED.format(number=number))
+        os.utime(tmp_path / "compiled_called.py", (number, number))
+        command = [sys.executable, "-B", "-c", CALLING.format(folder=str(tmp_path))]
+        printed.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    assert printed == ["1", "2"]
