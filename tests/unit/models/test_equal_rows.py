@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -113,6 +114,12 @@ WAYS: dict[str, Way] = {
 }
 
 
+@cache
+def one_token_at_a_time(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By as many threads as the first test has."""
+    return in_steps_of(1)(target_of(config, dtype))
+
+
 @pytest.fixture(params=[1, 2], ids=["a thread", "two threads"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -130,7 +137,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @torch.inference_mode()
 def test_a_tokens_numbers_are_its_own(config: ModelConfig, dtype: torch.dtype, way: str) -> None:
     target = target_of(config, dtype)
-    alone, found = in_steps_of(1)(target), WAYS[way](target)
+    alone, found = one_token_at_a_time(config, dtype), WAYS[way](target)
     for expected, ours in zip(alone, found, strict=True):
         assert torch.equal(ours, expected), f"{(ours != expected).sum()} of {ours.numel()} numbers differ"
     expected, ours = (target.logits(features_TE) for features_TE in (alone[0], found[0]))
