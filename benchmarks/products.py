@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.command import command_of, make_parser
 from benchmarks.report import environment, markdown, table, write_report
-from tlt.models.compiled_products import PRODUCT_DTYPES, Panels
+from tlt.models.loops.products import PRODUCT_DTYPES, Panels
 
 SHAPES = ((896, 896), (9728, 896), (896, 4864), (768, 256), (1000, 256))
 """(outputs, inputs): attention's output, gate and up, and down of Qwen2.5-0.5B; two small ones."""

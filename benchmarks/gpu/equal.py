@@ -106,7 +106,7 @@ def ways(record: Record, model: EqualTransformer) -> None:
     read = Ways(model, **record.settings["text"])
     for company in record.settings["companies"]:
         record.append("ways", {"company": company, **read.found(company=company)})
-    from tlt.base.triton_logprobs import chosen_logprobs
+    from tlt.speculation.law.fused_logprobs import chosen_logprobs
 
     features_NE = torch.cat([read.read(1)[1]] * 11)[: record.settings["most_rows"]]
     chosen_N = torch.arange(len(features_NE), device=model.device)

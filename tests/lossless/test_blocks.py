@@ -124,7 +124,7 @@ def test_float32_drafts_with_the_compiled_loops_are_those_of_the_plain_attention
         head = engine.drafter.learned.model.logits
         engine.drafter.learned.model.logits = lambda *args: (logits.append(head(*args)), logits[-1])[1]
         if is_plain:
-            monkeypatch.setattr("tlt.models.compiled.load", lambda: None)
+            monkeypatch.setattr("tlt.models.loops.available.load", lambda: None)
         tokens_of(engine, REQUESTS)
         return logits
 

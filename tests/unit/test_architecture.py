@@ -211,6 +211,7 @@ COMPILED_TOO = "tlt.drafter.drafting.learned.chain_stages"
 
 COMPILED_WITH = {
     "tlt.speculation.law.fused": {"triton"},
+    "tlt.speculation.law.fused_logprobs": {"triton"},
     "tlt.speculation.law.compiled": {"numba", "numpy", "concurrent"},
 }
 
@@ -221,9 +222,9 @@ COMPILED_WITH = {
         ("tlt.speculation.law.fused", "tlt.speculation.law.sampling"),
         ("tlt.speculation.law.compiled", "tlt.speculation.law.draw"),
         ("tlt.drafter.drafting.learned.compiled_chain", "tlt.drafter.drafting.learned.pair_cache"),
-        ("tlt.models.triton_attention", "tlt.models.equal"),
-        ("tlt.models.triton_products", "tlt.models.equal"),
-        ("tlt.models.triton_rows", "tlt.models.equal"),
+        ("tlt.models.triton.attention", "tlt.models.equal"),
+        ("tlt.models.triton.products", "tlt.models.equal"),
+        ("tlt.models.triton.rows", "tlt.models.equal"),
     ],
 )
 def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(

@@ -61,9 +61,9 @@ def num_differing(found: Tensor, wanted: Tensor) -> int:
 
 def kernels(dtype: torch.dtype) -> dict[str, tuple[Tensor, Kernel, Kernel]]:
     """By name: 64 rows, the kernel, and a reference in float64."""
-    from tlt.base.triton_logprobs import chosen_logprobs
-    from tlt.models.triton_products import multiply
-    from tlt.models.triton_rows import rms_norm, swiglu
+    from tlt.models.triton.products import multiply
+    from tlt.models.triton.rows import rms_norm, swiglu
+    from tlt.speculation.law.fused_logprobs import chosen_logprobs
 
     generator = torch.Generator().manual_seed(0)
 
@@ -372,10 +372,10 @@ class Compiled:
 def compile_kernels(arch: int) -> list[Compiled]:
     """At the sizes of Qwen2.5 1.5B, for a GPU of this compute capability."""
     from tests.vllm.interpreted import compiling
-    from tlt.base.triton_logprobs import chosen_logprobs
-    from tlt.models.triton_attention import EVERYTHING, Items, attend
-    from tlt.models.triton_products import multiply
-    from tlt.models.triton_rows import rms_norm, swiglu
+    from tlt.models.triton.attention import EVERYTHING, Items, attend
+    from tlt.models.triton.products import multiply
+    from tlt.models.triton.rows import rms_norm, swiglu
+    from tlt.speculation.law.fused_logprobs import chosen_logprobs
 
     found = []
     for dtype, num_rows in product((torch.float32, torch.bfloat16), (1, 5, 20, 33)):

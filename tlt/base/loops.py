@@ -120,9 +120,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 @cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    names = ("loops.py", "compiled*.py", "*_stages.py")
+    names = ("loops.py", "loops/*.py", "compiled*.py", "*_stages.py")
     files = sorted(path for name in names for path in _PACKAGE.rglob(name))
-    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+    stats = ((path.relative_to(_PACKAGE).as_posix(), path.stat()) for path in files)
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 _LOCATORS: list[Any] = CacheImpl._locator_classes

@@ -24,9 +24,9 @@ from tlt.base.uploads import upload
 from tlt.drafter.model import Anchors, DraftModel, Embed, PackedDrafter, PackedText, flatten_anchors
 from tlt.drafter.pairs import align
 from tlt.drafter.shape import EagleShape
-from tlt.models import compiled
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Attend, DecoderLayer, run_layer
+from tlt.models.loops import available
 from tlt.models.packed import PackedLayer
 
 
@@ -69,7 +69,7 @@ class PackedEagle(PackedDrafter):
     def __init__(self, config: EagleShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__(config, dtype, device)
         self.layer = PackedLayer(config.layer, dtype, self.device, norms=config.layer_norms)
-        self.compiled = compiled.compile_layers(config.layer, [self.layer], None)
+        self.compiled = available.compile_layers(config.layer, [self.layer], None)
 
     def load_layers(self, tensors: Mapping[str, Tensor]) -> None:
         self.layer.load(tensors, self.config.layer_name + ".")

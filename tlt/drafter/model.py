@@ -17,7 +17,7 @@ from tlt.models.rope import Rope
 from tlt.models.target import Target
 
 if TYPE_CHECKING:
-    from tlt.models.compiled_products import Panels
+    from tlt.models.loops.products import Panels
 
 Embed = Callable[[Tensor], Tensor]
 """Token ids → the target's embeddings, in the drafter's dtype."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt.base.types import SamplingParams
-from tlt.models import compiled
+from tlt.models.loops import available
 from tlt.models.target import Target
 from tlt.speculation.law.draw import logprobs
 from tlt.speculation.law.params import BatchParams
@@ -41,7 +41,7 @@ class EqualRows:
     def forward(self, tokens_N: Tensor, families: Families, every_layer: bool = True) -> tuple[Tensor, ...]:
         """The layers' inputs, and the features, each [N, E]; without `every_layer` the features alone."""
         config, dtype = self.target.config, self.target.dtype
-        loops = compiled.attention(dtype, self.target.device)
+        loops = available.attention(dtype, self.target.device)
         assert loops is not None, "the preflight refuses what has no equal rows"
         num_columns = sum(prompt + num for prompt, own in families for num in own)
         cache = torch.empty(num_columns * 2 * config.num_kv_heads * config.head_dim, dtype=dtype)

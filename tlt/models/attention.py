@@ -1,5 +1,5 @@
 """Attention within packed sequences and over a cache, by SDPA: the reference for cpu_kernels.py and
-compiled_attention.py."""
+loops/attention.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.base.uploads import upload
-from tlt.models import compiled, cpu_kernels, flash
+from tlt.models import cpu_kernels, flash
 from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, attend_masked
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import ring_length, store
+from tlt.models.loops import available
 
 if TYPE_CHECKING:
-    from tlt.models.compiled_attention import CompiledAttention
+    from tlt.models.loops.attention import CompiledAttention
 
 MASK_ENTRIES = 2**26
 """Most entries of a repeated mask (128 MiB in bfloat16); a larger batch attends in parts."""
@@ -227,7 +228,7 @@ class StoringPrefill(SharedPrompts):
 def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu":
         keep_to_steady_kernels()
-    elif (loops := compiled.attention(dtype, device)) is not None:
+    elif (loops := available.attention(dtype, device)) is not None:
         loops.compiled(dtype)
 
 
@@ -239,7 +240,7 @@ def prefill(
 ) -> Prefill:
     """`StoringPrefill`, in compiled loops where there are any."""
     layer = layers_SKLD[0]
-    loops = compiled.attention(layer.dtype, layer.device)
+    loops = available.attention(layer.dtype, layer.device)
     if loops is None or any(config.windows):
         return StoringPrefill(config, families, layers_SKLD, slots)
     made: Prefill = loops.Packed(config, families, layers_SKLD, slots)
@@ -261,7 +262,7 @@ def cached(
     lengths: per sequence, the number of columns that its new tokens see; None: `length`.
     """
     B, T = columns_BT.shape
-    loops = compiled.attention(layers_SKLD[0].dtype, columns_BT.device)
+    loops = available.attention(layers_SKLD[0].dtype, columns_BT.device)
     if loops is None:
         return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts, positions_BT)
     rows = loops.rows_of_cache(list(zip(counts or [T] * B, lengths or [length] * B, strict=True)), T)
@@ -295,7 +296,7 @@ def cached_trees(
     config: ModelConfig, layers_SKLD: Sequence[Tensor], trees: Trees
 ) -> Cached | CompiledAttention:
     """A node sees its sequence, its ancestors and itself."""
-    loops = compiled.attention(layers_SKLD[0].dtype, trees.columns_BN.device)
+    loops = available.attention(layers_SKLD[0].dtype, trees.columns_BN.device)
     (B, N), counts = trees.columns_BN.shape, trees.counts
     if loops is None:
         positions_BN = None if trees.parents_BN is None else trees.positions_BN

@@ -1,8 +1,8 @@
 """The engine's copy of a decoder on a GPU with equal rows: a row's bits do not depend on other rows, nor on
 whether it is prompt, decoding or verification.
 
-    products     triton_products.py      attention    triton_attention.py, over cache or packed batch
-    norms, MLP   triton_rows.py          the rest     PyTorch's operations on one element at a time
+    products     triton/products.py      attention    triton/attention.py, over cache or packed batch
+    norms, MLP   triton/rows.py          the rest     PyTorch's operations on one element at a time
 
 Attention over a cache writes keys and values first, then reads them from there: a prompt's, too.
 """
@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.base.types import UserError
 from tlt.base.uploads import upload
-from tlt.models.any_config import AnyConfig
 from tlt.models.attention import Cached, PackedCausal, SharedPrompts, StoringPrefill, Unrolled
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import Attend, ModelConfig
@@ -25,33 +23,12 @@ from tlt.models.kv_budget import MOST_TOKENS
 from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm, PackedTransformer
 
 if TYPE_CHECKING:
-    from tlt.models.triton_attention import Items
-
-DTYPES = (torch.float32, torch.bfloat16)
-MOST_IN_GROUP = 32
-"""Query heads of a key head: one program attends for all of them (triton_attention.py)."""
-
-
-def check_equal_rows(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Raises UserError where rows cannot be equal on a GPU."""
-    if isinstance(config, AnyConfig):
-        raise UserError(
-            "run.equal_rows: on a GPU transformers' modules have no equal rows; give false, or a model that "
-            "TLT's own decoder computes (docs/models.md)"
-        )
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        raise UserError(
-            f"run.equal_rows: not in {name} on a GPU; give run.dtype bfloat16 or float32, or false"
-        )
-    if (group := config.num_heads // config.num_kv_heads) > MOST_IN_GROUP:
-        most = f"on a GPU {MOST_IN_GROUP} may"
-        raise UserError(f"run.equal_rows: {group} query heads share a key head, and {most}; give false")
+    from tlt.models.triton.attention import Items
 
 
 class EqualNorm(PackedNorm):
     def __call__(self, x_NE: Tensor) -> Tensor:
-        from tlt.models.triton_rows import rms_norm
+        from tlt.models.triton.rows import rms_norm
 
         return rms_norm(x_NE[:, None], self.weight[None], self.eps)[:, 0]
 
@@ -60,13 +37,13 @@ class EqualLinear(PackedLinear):
     has_panels = False
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        from tlt.models.triton_products import multiply
+        from tlt.models.triton.products import multiply
 
         assert self.weight is not None
         return multiply(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        from tlt.models.triton_products import multiply
+        from tlt.models.triton.products import multiply
 
         assert self.weight is not None
         return multiply(x_NI, self.weight, residual_NO)
@@ -76,12 +53,12 @@ class EqualLayer(PackedLayer):
     norm_type, linear_type = EqualNorm, EqualLinear
 
     def norm_heads(self, qk_NHD: Tensor, weight_HD: Tensor) -> None:
-        from tlt.models.triton_rows import rms_norm
+        from tlt.models.triton.rows import rms_norm
 
         rms_norm(qk_NHD, weight_HD, self.config.rms_norm_eps, out_NHD=qk_NHD)
 
     def add_mlp(self, x_NE: Tensor) -> Tensor:
-        from tlt.models.triton_rows import swiglu
+        from tlt.models.triton.rows import swiglu
 
         return self.down_linear.add_to(x_NE, swiglu(self.gate_up_linear(self.mlp_norm(x_NE))))
 
@@ -107,7 +84,7 @@ class EqualAttention:
         self.plan: tuple[Items, Stored | None] | None = None
 
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        from tlt.models.triton_attention import attend
+        from tlt.models.triton.attention import attend
 
         assert form.is_plain_within(MOST_TOKENS), "check_equal_rows refuses other models"
         self.plan = self.plan or _plan(self.attention, qkv_NSD)
@@ -153,7 +130,7 @@ def _plan(attention: Attend, qkv_NSD: Tensor) -> tuple[Items, Stored | None]:
 
 def _chain_items(cached: Cached) -> Items:
     """An item is a sequence."""
-    from tlt.models.triton_attention import EVERYTHING, Items
+    from tlt.models.triton.attention import EVERYTHING, Items
 
     (B, T), columns_BT = cached.columns_BT.shape, cached.columns_BT
     counts_B = torch.full_like(columns_BT[:, 0], T)
@@ -169,7 +146,7 @@ def _chain_items(cached: Cached) -> Items:
 
 def _tree_items(cached: Cached) -> Items:
     """An item is a node; its tail is its path from the root, whose columns rise with depth."""
-    from tlt.models.triton_attention import Items
+    from tlt.models.triton.attention import Items
 
     (B, T), columns_BT = cached.columns_BT.shape, cached.columns_BT
     assert cached.mask_BTL is not None
@@ -193,7 +170,7 @@ def _items_in_cache(
     families: Sequence[tuple[int, Sequence[int]]], prefill: StoringPrefill, device: torch.device
 ) -> tuple[Items, Stored]:
     """An item is a sequence, without the prompt that it shares with an earlier one."""
-    from tlt.models.triton_attention import EVERYTHING, Items
+    from tlt.models.triton.attention import EVERYTHING, Items
 
     slot_size, slots = prefill.layers[0].stride(0), iter(prefill.slots)
     rows: list[tuple[int, ...]] = []
@@ -215,7 +192,7 @@ def _items_in_cache(
 
 def _items_in_batch(families: Sequence[tuple[int, Sequence[int]]], qkv_NSD: Tensor) -> Items:
     """An item is a sequence, whose tail is what follows the prompt."""
-    from tlt.models.triton_attention import Items
+    from tlt.models.triton.attention import Items
 
     rows: list[tuple[int, ...]] = []
     tail: list[int] = []

@@ -7,7 +7,8 @@ import torch
 from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig, Policy, Transformer
-from tlt.models.equal import EqualTransformer, check_equal_rows
+from tlt.models.equal import EqualTransformer
+from tlt.models.equal_rows import check_equal_rows
 from tlt.models.packed import PackedTransformer
 from tlt.models.target import Target
 
@@ -39,7 +40,7 @@ def new_target(
     if config.is_hybrid:
         raise UserError(f"model: {OF_HYBRIDS}, so no drafter can read it; leave the drafter out")
     if equal_rows and torch.device(device).type == "cuda":
-        check_equal_rows(config, dtype)
+        check_equal_rows(config, dtype, "cuda")
         return EqualTransformer(config, dtype, device, borrows)
     if isinstance(config, AnyConfig):
         from tlt.models.any import AnyTarget

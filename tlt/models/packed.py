@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models import compiled
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, run_layer
+from tlt.models.loops import available
 from tlt.models.rope import Rope
 from tlt.models.target import Target
 
 if TYPE_CHECKING:
-    from tlt.models.compiled_products import Panels
+    from tlt.models.loops.products import Panels
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
@@ -37,7 +37,7 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (compiled_products.py)."""
+    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (loops/products.py)."""
 
     has_panels = True
 
@@ -56,7 +56,7 @@ class PackedLinear:
         without a copy."""
         self.borrows, self.device, self.dtype = borrows, device, dtype
         self.shape = (num_out, num_in)
-        self.panels = compiled.panels(num_in, num_out, dtype, device) if self.has_panels else None
+        self.panels = available.panels(num_in, num_out, dtype, device) if self.has_panels else None
         self.weight: Tensor | None = None
         if self.panels is None:
             self.weight = _allocate(num_out, num_in, dtype, device, borrows) if storage is None else storage
@@ -196,7 +196,7 @@ class PackedTransformer(Target):
             config.hidden_size, config.rms_norm_eps, dtype, self.device
         )
         self.rope = Rope(config, dtype, self.device)
-        self.compiled = compiled.compile_layers(self.config, self.layers, self.final_norm)
+        self.compiled = available.compile_layers(self.config, self.layers, self.final_norm)
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:

@@ -15,7 +15,7 @@ from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import ModelConfig
 
 if TYPE_CHECKING:
-    from tlt.models.compiled_products import Panels
+    from tlt.models.loops.products import Panels
 
 
 class Attention(Protocol):

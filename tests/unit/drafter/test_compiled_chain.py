@@ -23,7 +23,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.params import BatchParams
 
 compiled_layers = pytest.importorskip(
-    "tlt.models.compiled_layers", reason="Numba is not installed: PyTorch computes"
+    "tlt.models.loops.layers", reason="Numba is not installed: PyTorch computes"
 )
 
 CONFIG = ModelConfig("llama", 1100, 64, 96, 4, 4, 2, 16, max_positions=96)

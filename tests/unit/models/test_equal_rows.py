@@ -4,7 +4,6 @@ tree, in a prompt, beside others, in a packed batch as the update has it, by one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,15 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.transformer_parts import target_of
-from tlt.base.types import DraftTree, UserError
+from tlt.base.types import DraftTree
 from tlt.models.attention import SharedPrompts, cached, cached_trees, prefill
-from tlt.models.compiled import check_equal_rows
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask, layout
 
-compiled = pytest.importorskip("tlt.models.compiled_attention", reason="Numba is not installed: SDPA attends")
-layers_of = pytest.importorskip("tlt.models.compiled_layers", reason="Numba is not installed")
+compiled = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed: SDPA attends")
+layers_of = pytest.importorskip("tlt.models.loops.layers", reason="Numba is not installed")
 
 CONFIGS = [
     ModelConfig("llama", 40, 64, 96, 2, 4, 2, 32, max_positions=256),
@@ -142,13 +140,3 @@ def test_a_tokens_numbers_are_its_own(config: ModelConfig, dtype: torch.dtype, w
         assert torch.equal(ours, expected), f"{(ours != expected).sum()} of {ours.numel()} numbers differ"
     expected, ours = (target.logits(features_TE) for features_TE in (alone[0], found[0]))
     assert torch.equal(ours, expected)
-
-
-def test_what_has_no_equal_rows_is_refused_in_a_line() -> None:
-    check_equal_rows(CONFIGS[0], torch.bfloat16)
-    with pytest.raises(
-        UserError, match=r"^run.equal_rows: run.dtype is float64, in which .*; set float32 or bfloat16$"
-    ):
-        check_equal_rows(CONFIGS[0], torch.float64)
-    with pytest.raises(UserError, match=r"^run.equal_rows: the model is computed by transformers' modules"):
-        check_equal_rows(replace(CONFIGS[0], architecture="transformers"), torch.float32)

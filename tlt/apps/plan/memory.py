@@ -32,9 +32,9 @@ from tlt.drafter.training.spot import CARRY_LONGEST, MICRO_STEP_TOKENS
 from tlt.drafter.vocabulary import LARGEST_SHARE
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.vllm.settings import CPU_KV_GIB
-from tlt.models import compiled
 from tlt.models.any_config import AnyConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
+from tlt.models.loops import available
 from tlt.models.new import new_target
 from tlt.speculation.law.sampling import VALUES_PER_PART
 from tlt.speculation.tuner.tuner import default_arms
@@ -112,7 +112,7 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
     on_cpu = not r.is_gpu
     is_own = not isinstance(r.model, AnyConfig)
     # the head as panels, beside its rows
-    has_panels = on_cpu and is_own and compiled.has_panels(r.engine_dtype, torch.device("cpu"))
+    has_panels = on_cpu and is_own and available.has_panels(r.engine_dtype, torch.device("cpu"))
     copy = weights + has_panels * r.model.vocab_size * r.model.hidden_size * size
     yield Term("process", ALWAYS, PROCESS_BYTES["cpu" if on_cpu else "cuda"], "Python and libraries")
     yield Term("frozen weights", ALWAYS, has_lora * r.num_parameters * r.frozen // cut, "base model / slices")

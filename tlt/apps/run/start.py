@@ -32,9 +32,8 @@ from tlt.engine.build.model import drafter_folder, model_folder, read_start
 from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
-from tlt.models.compiled import check_equal_rows as check_rows_on_cpu
 from tlt.models.decoder import ModelConfig
-from tlt.models.equal import check_equal_rows as check_rows_on_gpu
+from tlt.models.equal_rows import check_equal_rows
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import check_max_tokens, describe_template
 from tlt.models.hf.tokenizer import load_tokenizer, writes_date
@@ -232,8 +231,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     model = load_model_config(model_folder(config), config.model.implementation)
     check_hybrid(model, config.rollout.engine, config.rollout.speculation)
     if config.run.equal_rows and config.rollout.engine == "tlt":
-        check = check_rows_on_gpu if device_of(config).name == "cuda" else check_rows_on_cpu
-        check(model, engine_dtype(config))
+        check_equal_rows(model, engine_dtype(config), device_of(config).name)
     if config.rollout.router_replay and not model.num_experts:
         what = f"rollout.router_replay: is true, but {config.model.path} has no experts to route to"
         raise UserError(f"{what}; set it to false")

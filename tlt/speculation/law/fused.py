@@ -2,7 +2,7 @@
 
     logits [R, V] ─▶ one program for every row and block of the vocabulary
                        Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and token: 12 bytes a block
-                  ─▶ the token of the row's best block ─▶ its log-probability (base/triton_logprobs.py)
+                  ─▶ the token of the row's best block ─▶ its log-probability (fused_logprobs.py)
 
 sampling.py defines the law. 1 - w has 33 bits, exact in float64, so -log(-log(1 - w)) needs no log1p. CUDA's
 float64 logarithm may differ in the last bit, which changes the float32 noise of one word in millions: by a
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.base.triton_logprobs import chosen_logprobs
+from tlt.speculation.law.fused_logprobs import chosen_logprobs
 from tlt.speculation.law.params import BatchParams, truncate
 
 BLOCK = 2048

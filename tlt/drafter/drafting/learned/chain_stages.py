@@ -1,6 +1,6 @@
 """The stages of a drafted chain, as compiled loops: see compiled_chain.py.
 
-    a level   read ─▶ fc ─▶ stream ─▶ [ the layer: compiled_stages.py ] ─▶ output ─▶ head ─▶ choose
+    a level   read ─▶ fc ─▶ stream ─▶ [ the layer: loops/stages.py ] ─▶ output ─▶ head ─▶ choose
 
 Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of the first and
 last stage are sequences, of the others equal shares of rows or of panels. `eagle.py`, `drafter.py` and
@@ -15,9 +15,9 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 
 from tlt.base import loops
 from tlt.base.loops import as_pointer, float32_at, int64_at
-from tlt.models.compiled_items import ROW, SEEN, call_at, narrow, widen, workspace
-from tlt.models.compiled_products import LANES, multiply_float32
-from tlt.models.compiled_stages import (
+from tlt.models.loops.items import ROW, SEEN, call_at, narrow, widen, workspace
+from tlt.models.loops.products import LANES, multiply_float32
+from tlt.models.loops.stages import (
     CALL,
     COUNTER_BYTES,
     STAGES,

@@ -19,9 +19,8 @@ from tlt.base import loops
 from tlt.drafter.drafting.learned.chain_stages import DRAFT, NUM_COUNTED, SEQUENCE, compiled
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.drafter.eagle import PackedEagle
-from tlt.models.compiled_attention import CompiledAttention, Places, rows_of_cache
-from tlt.models.compiled_layers import CompiledLayers
-from tlt.models.decoder import ModelConfig
+from tlt.models.loops.attention import CompiledAttention, Heads, Places, rows_of_cache
+from tlt.models.loops.layers import CompiledLayers
 from tlt.models.target import Target
 from tlt.speculation.law.draw import LevelNoise
 
@@ -171,7 +170,7 @@ class CompiledChain:
 
 
 def _attention(
-    missing: Missing, counts: Sequence[int], config: ModelConfig
+    missing: Missing, counts: Sequence[int], config: Heads
 ) -> tuple[CompiledAttention, CompiledAttention]:
     """Of the missing pairs; and of the tokens of a level, whose columns and lengths each level sets."""
     ends = list(map(add, missing.starts, counts))

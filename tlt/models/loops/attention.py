@@ -1,26 +1,48 @@
 """Attention over a cache, in compiled loops for CPUs: decoding, verification, prefill and the update.
 
-attention.py is the reference. To the last bit, a query's result does not depend on other queries, other
-sequences or keys that it does not see.
+models/attention.py is the reference. To the last bit, a query's result does not depend on other queries,
+other sequences or keys that it does not see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models.attention_form import PLAIN, AttentionForm
-from tlt.models.compiled_items import CALL, TOKENS_AT_ONCE, compiled
-from tlt.models.decoder import ModelConfig
+from tlt.models.loops.items import CALL, TOKENS_AT_ONCE, compiled
 
 PRODUCTS_PER_THREAD = 100_000
 """Multiplications that justify another thread, which takes some microseconds to wake."""
+
+
+class Heads(Protocol):
+    """Of `ModelConfig`."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Form(Protocol):
+    """`AttentionForm`."""
+
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def sinks_H(self) -> Tensor | None: ...
 
 
 class Places(NamedTuple):
@@ -43,13 +65,13 @@ class CompiledAttention:
 
     layers: per layer, [slots, 2 × kv heads, length, head dim], or, without slots, [2 × kv heads × all
         columns × head dim].
-    rows: for instance of `rows_of_cache`; see `compiled_items.ROW`.
+    rows: for instance of `rows_of_cache`; see `items.ROW`.
     real_N: the tokens of the flat batch, in padded sequences; None: there is no padding.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Heads,
         layers: Sequence[Tensor],
         rows: Rows,
         places: Places,
@@ -62,7 +84,7 @@ class CompiledAttention:
         self.token_positions = self.columns if positions is None else positions.contiguous()
         self.parents = None if parents is None else parents.contiguous()
         self.mask = None if mask is None else mask.float().contiguous()
-        self.form = PLAIN
+        self.form: Form | None = None
         self.sinks: Tensor | None = None
         self.rows = np.array([*rows.queries, *rows.copies], np.int64)
         self.num_rows, self.has_slots = len(rows.queries), layers[0].dim() == 4
@@ -89,12 +111,13 @@ class CompiledAttention:
         num_products = 2 * int((counts * seen).sum()) * self.num_heads * self.dim
         self.max_threads = 1 + num_products // PRODUCTS_PER_THREAD
 
-    def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+    def __call__(self, layer: int, qkv_NSD: Tensor, form: Form | None = None) -> Tensor:
+        """form: None: plain attention."""
         if form is not self.form:
             self._set(form)
         if self.has_slots:
             self.call["capacity"] = capacity = self.layers[layer].shape[2]
-            assert form.window or capacity >= self.longest, "a layer without a window keeps all"
+            assert self.call["window"][0] or capacity >= self.longest, "a layer without a window keeps all"
         qkv_NSD = qkv_NSD.contiguous()
         out_NC = qkv_NSD.new_empty(len(qkv_NSD), self.num_heads * self.dim)
         self.call["qkv"], self.call["out"] = qkv_NSD.data_ptr(), out_NC.data_ptr()
@@ -108,12 +131,15 @@ class CompiledAttention:
         self.call["is_storing"], self.call["num_items"] = is_storing, num_rows * self.num_kv_heads
         loops.Loop(compiled(self.layers[0].dtype), self.call, self.max_threads).run()
 
-    def _set(self, form: AttentionForm) -> None:
+    def _set(self, form: Form | None) -> None:
         self.form = form
-        self.sinks = None if form.sinks_H is None else form.sinks_H.detach().float().contiguous()
+        scale = window = softcap = sinks_H = None
+        if form is not None:
+            scale, window, softcap, sinks_H = form.scale, form.window, form.softcap, form.sinks_H
+        self.sinks = None if sinks_H is None else sinks_H.detach().float().contiguous()
         self.call["sinks"] = 0 if self.sinks is None else self.sinks.data_ptr()
-        self.call["window"], self.call["softcap"] = form.window or 0, form.softcap or 0.0
-        self.call["scale"] = self.dim**-0.5 if form.scale is None else form.scale
+        self.call["window"], self.call["softcap"] = window or 0, softcap or 0.0
+        self.call["scale"] = self.dim**-0.5 if scale is None else scale
 
 
 class Packed(CompiledAttention):
@@ -125,7 +151,7 @@ class Packed(CompiledAttention):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Heads,
         families: Sequence[tuple[int, Sequence[int]]],
         layers: Sequence[Tensor],
         slots: Sequence[int] | None,

@@ -1,5 +1,5 @@
 """Log-probabilities of chosen tokens on a GPU: one program a row, whose sums have one order whatever the
-number of rows (see models/triton_rows.py).
+number of rows (see models/triton/rows.py).
 
     log p(chosen) = scaled logit - (largest + log Σ exp(scaled logit - largest)),  scaled = logit / T
 """

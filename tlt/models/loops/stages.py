@@ -1,6 +1,6 @@
-"""The stages of a decoder's layers, as compiled loops: see compiled_layers.py.
+"""The stages of a decoder's layers, as compiled loops: see layers.py.
 
-Items of a stage: equal shares of rows (norms) or of panels (products); of attention, see compiled_items.py.
+Items of a stage: equal shares of rows (norms) or of panels (products); of attention, see items.py.
 Whoever finds none left waits until all are done, so that any number of threads may come.
 """
 
@@ -15,8 +15,8 @@ from numba.extending import overload
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
-from tlt.models.compiled_items import COUNT, ROW, attend_item, call_at, store_item, workspace
-from tlt.models.compiled_products import LANES, multiply_float32
+from tlt.models.loops.items import COUNT, ROW, attend_item, call_at, store_item, workspace
+from tlt.models.loops.products import LANES, multiply_float32
 
 LAYER = (
     "input_gains",

@@ -1,4 +1,5 @@
-"""Equal rows on a GPU: what is refused. What the kernels compute is in tests/vllm/test_equal_rows.py."""
+"""What has no equal rows is refused. test_equal_rows.py has what is computed on a CPU, tests/vllm/test_equal_rows.py
+on a GPU."""
 
 from __future__ import annotations
 
@@ -14,31 +15,47 @@ from tests.refused import refused
 from tlt.apps.run import start
 from tlt.base.config.load import load_config
 from tlt.models.any_config import AnyConfig
-from tlt.models.equal import check_equal_rows
+from tlt.models.equal_rows import check_equal_rows
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "said"),
+    ("device", "config", "dtype", "said"),
     [
-        (CONFIG, torch.float64, "not in float64 on a GPU; give run.dtype bfloat16 or float32, or false$"),
+        ("cpu", CONFIG, torch.float64, "run.dtype is float64, in which .*; set float32 or bfloat16$"),
         (
+            "cpu",
+            replace(CONFIG, architecture="transformers"),
+            torch.float32,
+            "the model is computed by transformers' modules",
+        ),
+        (
+            "cuda",
+            CONFIG,
+            torch.float64,
+            "not in float64 on a GPU; give run.dtype bfloat16 or float32, or false$",
+        ),
+        (
+            "cuda",
             AnyConfig(**asdict(CONFIG)),
             torch.bfloat16,
             "transformers' modules have no equal rows; give false, or a",
         ),
         (
+            "cuda",
             replace(CONFIG, num_heads=64, num_kv_heads=1),
             torch.bfloat16,
             "64 query heads share a key head, .* 32 may;",
         ),
     ],
 )
-def test_what_has_no_equal_rows_on_a_gpu_is_refused_in_one_line(
-    config: Any, dtype: torch.dtype, said: str
+def test_what_has_no_equal_rows_is_refused_in_one_line(
+    device: str, config: Any, dtype: torch.dtype, said: str
 ) -> None:
-    check_equal_rows(CONFIG, torch.bfloat16)
+    if device == "cpu":
+        pytest.importorskip("numba", reason="Numba is not installed: nothing has equal rows on a CPU")
+    check_equal_rows(CONFIG, torch.bfloat16, device)
     with refused(f"^run.equal_rows: .*{said}"):
-        check_equal_rows(config, dtype)
+        check_equal_rows(config, dtype, device)
 
 
 def test_a_run_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tlt.models.packed import PackedLinear
 
 products = pytest.importorskip(
-    "tlt.models.compiled_products", reason="Numba is not installed: PyTorch multiplies"
+    "tlt.models.loops.products", reason="Numba is not installed: PyTorch multiplies"
 )
 
 DTYPES = [torch.float32, torch.bfloat16]

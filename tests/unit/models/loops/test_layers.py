@@ -13,15 +13,13 @@ from tests.unit.models.transformer_parts import target_of
 from tlt.base import loops as base_loops
 from tlt.drafter.eagle import EagleModel, PackedEagle
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
-from tlt.models import compiled as loops
 from tlt.models.attention import Cached, cached
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.loops import available
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask
 
-compiled = pytest.importorskip(
-    "tlt.models.compiled_layers", reason="Numba is not installed: PyTorch computes"
-)
+compiled = pytest.importorskip("tlt.models.loops.layers", reason="Numba is not installed: PyTorch computes")
 
 CONFIGS = [
     ModelConfig("llama", 40, 64, 96, 4, 4, 2, 16, max_positions=256),
@@ -172,4 +170,4 @@ def test_matrices_whose_outputs_are_no_multiple_of_a_panel_run_one_operation_at_
     config = ModelConfig("llama", 40, 64, 90, 1, 4, 2, 16, max_positions=256)
     target = target_of(config, torch.float32)
     assert target.compiled is None
-    assert loops.has_panels(torch.float32, torch.device("cpu"))
+    assert available.has_panels(torch.float32, torch.device("cpu"))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models import compiled as loops_of_models
 from tlt.models.attention import Cached, cached, real_tokens
 from tlt.models.decoder import ModelConfig
+from tlt.models.loops import available
 from tlt.speculation.law.tree import chain_mask
 
-compiled = pytest.importorskip("tlt.models.compiled_attention", reason="Numba is not installed: SDPA attends")
+compiled = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed: SDPA attends")
 
 SHAPES = [(4, 2, 8), (3, 1, 64), (2, 2, 128), (7, 1, 20)]
 """Heads, key heads and head size: groups of 2, 3, 1 and 7; sizes that are unrolled, and that are not."""
@@ -172,8 +172,8 @@ def test_float64_and_machines_without_numba_are_left_to_sdpa(monkeypatch: pytest
     assert isinstance(attend(1, torch.float64), Cached)
     assert isinstance(attend(200, torch.float32), compiled.CompiledAttention)
     monkeypatch.setitem(sys.modules, "numba", None)
-    loops_of_models.load.cache_clear()
+    available.load.cache_clear()
     assert isinstance(attend(1, torch.float32), Cached)
     monkeypatch.undo()
-    loops_of_models.load.cache_clear()
+    available.load.cache_clear()
     assert not isinstance(attend(1, torch.float32), Cached)

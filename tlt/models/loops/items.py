@@ -1,4 +1,4 @@
-"""The loops of compiled_attention.py.
+"""The loops of attention.py.
 
     an item: up to 16 new tokens of a sequence, and the query heads that share a key head
       64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values

@@ -4,7 +4,7 @@ few tokens takes longer than the arithmetic.
     x ─▶ [ norm ─▶ qkv ─▶ rotate, store, attend ─▶ add
            norm ─▶ gate, up, silu ─▶ down, add ]  × layers ─▶ norm
 
-A row's bits depend on that row and its keys alone (compiled_products.py, compiled_attention.py). Between
+A row's bits depend on that row and its keys alone (products.py, attention.py). Between
 products numbers are float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
 """
 
@@ -18,10 +18,22 @@ import torch
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models.compiled_attention import CompiledAttention
-from tlt.models.compiled_products import LANES, PRODUCTS_PER_THREAD, Panels
-from tlt.models.compiled_stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compiled
-from tlt.models.decoder import ModelConfig
+from tlt.models.loops.attention import CompiledAttention, Heads
+from tlt.models.loops.products import LANES, PRODUCTS_PER_THREAD, Panels
+from tlt.models.loops.stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compiled
+
+
+class Sizes(Heads, Protocol):
+    """Of `ModelConfig`."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_qkv(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
 
 
 class Norm(Protocol):
@@ -52,7 +64,7 @@ class LayerWeights(Protocol):
     def down_linear(self) -> Linear: ...
 
 
-def fills_panels(config: ModelConfig) -> bool:
+def fills_panels(config: Sizes) -> bool:
     """Whether no panel of its layers is padded, so that they run in one call."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
     return all(size % LANES == 0 for size in sizes)
@@ -61,7 +73,7 @@ def fills_panels(config: ModelConfig) -> bool:
 class CompiledLayers:
     """final_norm: after the last layer; None: there is none."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights], final_norm: Norm | None) -> None:
+    def __init__(self, config: Sizes, layers: Sequence[LayerWeights], final_norm: Norm | None) -> None:
         self.config, self.layers, self.final_norm = config, layers, final_norm
         self.num_read = _panels(layers[0].qkv_linear).num_in
         self.dtype = _panels(layers[0].down_linear).weights.dtype

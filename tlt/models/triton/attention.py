@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-"""A program has fewer than 64 rows: see triton_products.py."""
+"""A program has fewer than 64 rows: see products.py."""
 
 EVERYTHING = 2**40
 """A prefix without a tail."""

@@ -1,4 +1,4 @@
-"""Compiled loops for CPUs, where Numba is installed: imported when first asked for."""
+"""Loops compiled by Numba for CPUs, where it is installed: imported when first asked for."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tlt.base.io.extras import loading_numba
-from tlt.base.types import UserError
-from tlt.models.decoder import ModelConfig
 
 if TYPE_CHECKING:
-    from tlt.models.compiled_layers import CompiledLayers, LayerWeights, Norm
-    from tlt.models.compiled_products import Panels
+    from tlt.models.loops.layers import CompiledLayers, LayerWeights, Norm, Sizes
+    from tlt.models.loops.products import Panels
 
 
 class Loops(NamedTuple):
@@ -30,12 +28,12 @@ def load() -> Loops | None:
     if find_spec("numba") is None:
         return None
     with loading_numba():
-        from tlt.models import compiled_attention, compiled_layers, compiled_products
-    return Loops(compiled_attention, compiled_products, compiled_layers)
+        from tlt.models.loops import attention, layers, products
+    return Loops(attention, products, layers)
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """compiled_attention.py; None: PyTorch attends."""
+    """attention.py; None: PyTorch attends."""
     if device.type != "cpu" or (loops := load()) is None:
         return None
     return loops.attention if dtype in loops.products.PRODUCT_DTYPES else None
@@ -57,7 +55,7 @@ def panels(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) 
 
 
 def compile_layers(
-    config: ModelConfig, layers: Sequence[LayerWeights], final_norm: Norm | None
+    config: Sizes, layers: Sequence[LayerWeights], final_norm: Norm | None
 ) -> CompiledLayers | None:
     """None where they run one operation at a time."""
     loops = load()
@@ -65,20 +63,3 @@ def compile_layers(
         return None
     made: CompiledLayers = loops.layers.CompiledLayers(config, layers, final_norm)
     return made
-
-
-def check_equal_rows(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Of a CPU. Raises UserError where a token's numbers may depend on others in its batch."""
-    if (loops := load()) is None:
-        problem = "without Numba PyTorch computes, whose products depend on the number of rows"
-        remedy = "pip install numba"
-    elif not has_panels(dtype, torch.device("cpu")):
-        name = str(dtype).removeprefix("torch.")
-        problem = f"run.dtype is {name}, in which PyTorch's products depend on the number of rows"
-        remedy = "set float32 or bfloat16"
-    elif config.architecture == "transformers" or not loops.layers.fills_panels(config):
-        problem = "the model is computed by transformers' modules, or one operation at a time"
-        remedy = "leave it out (docs/models.md lists what our own decoder computes)"
-    else:
-        return
-    raise UserError(f"run.equal_rows: {problem}; {remedy}")

@@ -24,7 +24,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models.compiled_items import round_to_bfloat16
+from tlt.models.loops.items import round_to_bfloat16
 
 LANES = 16
 """Outputs of a panel."""
