@@ -103,7 +103,7 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
             theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting)
         ours = {}
         for name in drafters:
-            chains = {"depth": NUM_DRAFT_TOKENS, "max_tokens": options.max_tokens, "rounds": 0}
+            chains = {"depth": NUM_DRAFT_TOKENS, "max_tokens": options.max_tokens}
             asked = {"drafter": folder / name, "model": base, "prompts": prompts, **chains}
             ours[name] = evaluate(DrafterEval.model_validate({**asked, "max_batch_size": options.num}))
         rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]

@@ -16,12 +16,15 @@ from tlt.apps.cli.summary import Summary, rounded
 from tlt.base.config.drafter import DrafterSection, DraftVocabOption
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import BatchSize, MaxTokens, NonNegativeInt, Temperature
+from tlt.base.kinds import BatchSize, MaxTokens, Temperature
 from tlt.base.strategy import Strategy
 
 
 class DrafterEval(AnswerOptions, DeviceOptions):
-    """Measure how often a drafter's guesses are accepted, and where."""
+    """Measure how often a drafter's guesses are accepted, position by position.
+
+    tlt bench measures the speed that they bring.
+    """
 
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of TLT or of another trainer: a folder, or OWNER/NAME on the hub."""
@@ -41,9 +44,6 @@ class DrafterEval(AnswerOptions, DeviceOptions):
     """Tokens that the drafter may propose. A number N: the N most frequent tokens, by the counts in its
     folder and in what is sampled. full: all tokens. auto: all, or fewer where the drafter's head takes a
     tenth of a forward or more."""
-    rounds: NonNegativeInt = 2
-    """Times that the responses are generated with and without the drafter, in turns, to compare speeds; 0:
-    the speed is not measured."""
 
 
 def evaluate(options: DrafterEval) -> Record:
@@ -53,7 +53,7 @@ def evaluate(options: DrafterEval) -> Record:
     with show_busy():
         import torch
 
-        from tlt.apps.bench.acceptance import Chains, observe, speedup
+        from tlt.apps.bench.acceptance import measure_chains
         from tlt.drafter.formats.folder import load_drafter
         from tlt.engine.build.model import load_model
         from tlt.engine.settings import EngineSettings
@@ -69,10 +69,9 @@ def evaluate(options: DrafterEval) -> Record:
         max_batch_size=options.max_batch_size,
         drafting=DrafterSection(vocabulary=options.draft_vocab),
     )
-    chains = Chains(model, drafter, options.depth, settings)
     print(f"tlt: {len(requests)} responses on {device}", file=sys.stderr, flush=True)
     with show_busy(f"answering {len(requests)} prompts"):
-        acceptance = observe(chains, requests)
+        acceptance = measure_chains(model, drafter, options.depth, settings, requests)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -81,11 +80,6 @@ def evaluate(options: DrafterEval) -> Record:
         **asdict(acceptance),
         "device": str(device),
     }
-    if options.rounds:
-        with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
-            ratio, num_different = speedup(chains, requests, options.rounds)
-        about = {"batch_size": options.max_batch_size, "num_different": num_different}
-        summary["speedup"] = asdict(ratio) | about
     if options.out is not None:
         write_json(with_folder(options.out), summary)
     return summary
@@ -94,23 +88,8 @@ def evaluate(options: DrafterEval) -> Record:
 def summarize(record: Record) -> Summary:
     names = "form", "depth", "temperature", "responses", "num_verifications", "draft_vocab", "device"
     rows: Record = {name: record[name] for name in names}
-    rows["mean error of confidence"] = record["calibration_error"]
     rows["all guesses accepted up to this position"] = [
         {"position": position, "accepted_share": share}
         for position, share in enumerate(record["by_position"], start=1)
     ]
-    for key, title in (
-        ("by_entropy", "by the target's entropy, in nats"),
-        ("by_confidence", "by confidence"),
-    ):
-        rows[title] = [
-            {"from": one["low"], "to": one["high"], "mean": one["mean"], "guesses": one["num_guesses"]}
-            | {"accepted_share": one["accepted"]}
-            for one in record[key]
-        ]
-    headline = f"accept length {rounded(record['accept_length'])}"
-    if (speed := record.get("speedup")) is not None:
-        interval = "" if speed["low"] is None else f" ({speed['low']:.2f} to {speed['high']:.2f})"
-        headline += f"; {speed['mean']:.2f}{interval} times as fast as without drafts"
-        rows["batch size of the speed"] = speed["batch_size"]
-    return Summary(headline, rows)
+    return Summary(f"accept length {rounded(record['accept_length'])}", rows)

@@ -17,7 +17,7 @@ from tlt.base.speculation import Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.drafting.reference_drafter import ReferenceDrafter, reference_kinds
 from tlt.drafter.drafting.retrieval.references import References
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter
@@ -167,12 +167,7 @@ def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDraft
     return load_drafter(drafter, model.config, model.tensors)
 
 
-def build_learned(
-    engine: RolloutEngine,
-    drafter: StoredDrafter,
-    settings: EngineSettings,
-    on_verdicts: OnVerdicts | None = None,
-) -> LearnedDrafter:
+def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
     drafting = settings.drafting
     packed = pack_drafter(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)
@@ -181,4 +176,4 @@ def build_learned(
         costs = DraftCosts.of(engine.model.config, drafter.config)
         vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
     learned = LearnedSettings(keep_targets=drafting.train)
-    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts, vocabulary)
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, vocabulary)

@@ -11,7 +11,7 @@ of a block (block_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,6 @@ class LearnedProposal(Proposal):
     guesses_BK: Tensor | None = None
     """`TauSearch.guess`, on its way to the host; None: not judged."""
     noted_3BN: Tensor | None = None
-    logprobs_BD: Tensor | None = None
-    """The drafter's log-probabilities of a chain's tokens, at the sequences' temperatures; None:
-    unwatched."""
-
-
-OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
-"""For measuring."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +88,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         target: Target,
         max_slots: int,
         settings: LearnedSettings = LearnedSettings(),
-        on_verdicts: OnVerdicts | None = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
+        self.model, self.target, self.settings = model, target, settings
         self.choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
@@ -164,8 +156,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             self.tau_search.observe(proposal.guesses_BK, [verdict.tokens[0] for verdict in verdicts])
         if self.calibration is not None and proposal.noted_3BN is not None:
             self.calibration.observe(proposal.noted_3BN, verdicts)
-        if self.on_verdicts is not None:
-            self.on_verdicts(proposal, verdicts)
 
     def counters(self) -> dict[str, Any]:
         calibration = None if self.calibration is None else self.calibration.counters()
@@ -216,7 +206,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, is_judged: bool
     ) -> LearnedProposal | None:
         """None: it is drafted level by level."""
-        if strategy.width > 1 or noise.levels is None or self.on_verdicts is not None:
+        if strategy.width > 1 or noise.levels is None:
             return None
         drafted = self.memory.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
         if drafted is None:
@@ -234,11 +224,10 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         if (drafted := self._replay_chain(front, depth)) is None:
             drafted = self._draft_chain(
                 front.levels, front.roots_B1, front.noise, front.params.inverse_temperature_B11, depth,
-                front.is_judged, self.on_verdicts is not None,
+                front.is_judged,
             )  # fmt: skip
-        tokens_BN, *others = drafted
-        guesses_BK = sent_to_host(others.pop(0)) if front.is_judged else None
-        return LearnedProposal(chain(tokens_BN), guesses_BK, logprobs_BD=others[0] if others else None)
+        tokens_BN, *guesses = drafted
+        return LearnedProposal(chain(tokens_BN), sent_to_host(guesses[0]) if guesses else None)
 
     def _draft_chain(
         self,
@@ -248,11 +237,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         inverse_temperature_B11: Tensor | None,
         depth: int,
         is_judged: bool,
-        is_watched: bool,
     ) -> tuple[Tensor, ...]:
-        """Returns tokens [B, depth + 1]; if judged, `TauSearch.guess`; if watched, log-probabilities
-        [B, depth]."""
-        tokens, logprobs, guesses = [roots_B1], list[Tensor](), list[Tensor]()
+        """Returns tokens [B, depth + 1]; if judged, `TauSearch.guess`, too."""
+        tokens, guesses = [roots_B1], list[Tensor]()
         for level in range(depth):
             logits_B1V = levels.next(tokens[-1], None) if level else levels.first()
             scaled_B1V = scale(logits_B1V, inverse_temperature_B11)
@@ -261,17 +248,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 guesses = [self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)]
             token_B1 = self._rank(scaled_B1V, noise_BV).argmax(dim=-1)
             tokens.append(self._token_ids(token_B1))
-            if is_watched:
-                logprobs.append(scaled_B1V[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
-        watched = [torch.cat(logprobs, dim=1)] if is_watched else []
-        return torch.cat(tokens, dim=1), *guesses, *watched
+        return torch.cat(tokens, dim=1), *guesses
 
     def _replay_chain(self, front: _Front, depth: int) -> tuple[Tensor, ...] | None:
         """As `_draft_chain`, launched at once; None: it cannot be."""
         levels, noise, pairs = front.levels, front.noise.levels, self.memory
-        if self.on_verdicts is not None or not pairs.graphs.is_on:
-            return None
-        if not isinstance(levels, PairLevels) or noise is None:
+        if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
             return None
         read = levels.read
         length = min(padded_length(max(read.num_pairs) + depth), pairs.cache.capacity)
@@ -294,7 +276,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         ) -> tuple[Tensor, ...]:
             own = PairLevels(levels.pairs, CaughtUp([], ends_B, offsets_B1, hidden_BE), length)
             noise = LevelNoise(keys_B4, starts_B, scale_B11, vocab_size)
-            return self._draft_chain(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged, False)
+            return self._draft_chain(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged)
 
         inputs = {name: tensor for name, tensor in possible.items() if tensor is not None}
         return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)
