@@ -20,6 +20,7 @@ from benchmarks.command import carry_out, command_of, make_parser, words
 from benchmarks.grown import grown_config, plan_growth
 from benchmarks.report import header, markdown, number, ratio_text, speed_text, table, write_report
 from benchmarks.subject import Subject
+from benchmarks.turns import in_turns
 from tlt.apps.run.start import pin, preflight
 from tlt.base.config.load import load_config
 from tlt.base.speculation import parse_speculation
@@ -28,7 +29,7 @@ from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import make_tuner
-from tlt.training.report.ratio import Ratio, in_turns
+from tlt.training.report.ratio import Ratio
 
 
 @dataclass

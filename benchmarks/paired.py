@@ -33,7 +33,8 @@ from typing import Any
 from benchmarks.command import make_parser
 from benchmarks.golden import Tree, write_sums
 from benchmarks.report import environment, markdown, table, write_report
-from tlt.training.report.ratio import Ratio, rounds_in_turns
+from benchmarks.turns import rounds_in_turns
+from tlt.training.report.ratio import Ratio
 from tlt.training.report.record import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")

@@ -25,6 +25,7 @@ from benchmarks.constant import over_off
 from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.report import header, markdown, ratio_text, table, write_report
 from benchmarks.subject import Subject
+from benchmarks.turns import in_turns
 from tlt.apps.run.start import preflight
 from tlt.base.config.load import load_config
 from tlt.base.io.files import check_output_file
@@ -34,7 +35,7 @@ from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import make_tuner
-from tlt.training.report.ratio import Ratio, in_turns
+from tlt.training.report.ratio import Ratio
 
 
 @dataclass(frozen=True)

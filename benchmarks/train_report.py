@@ -7,8 +7,9 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from tlt.base.spans import Span, SpanName
 from tlt.base.types import UserError
 from tlt.training.report.ratio import Ratio
 from tlt.training.report.record import StepRecord, read_metrics
-from tlt.training.report.timeline import covered_seconds, critical_path_share, read_spans
+from tlt.training.report.timeline import SpanRow, timeline_paths
+
+GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
+DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
+"""Training itself, and the averaging, publishing and measuring at its end."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +196,50 @@ def train_markdown(title: str, report: Mapping[str, Any]) -> str:
         table(["phase", *runs], phases),
     ]
     return markdown(title, report, described, *blocks)
+
+
+def read_spans(folder: Path) -> dict[int, list[Span]]:
+    """Returns spans by rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
+    return {
+        rank: [row.span for row in read_appended(path, SpanRow.from_json, "span")]
+        for rank, path in timeline_paths(folder).items()
+    }
+
+
+def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
+    """The share of the steps' seconds that drafter training adds to the critical path.
+
+    A step adds the seconds of `DRAFTER_TRAINING` after its last response's end, on the rank that spends
+    most; earlier training runs beside generation. Not counted: a response handed to a training rank waits
+    for a micro-step.
+    """
+    all_spans = list(chain(*spans_by_rank.values()))
+    all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
+    steps = next((steps for steps in all_steps if steps), [])
+    evaluations = [span for span in all_spans if span.name == SpanName.EVALUATE]
+    generation = [s for s in all_spans if s.name in GENERATION and not _lies_in(s, evaluations)]
+    added = 0.0
+    for step in steps:
+        ends = [span.end for span in generation if step.start <= span.start < step.end]
+        if ends:
+            added += max(
+                covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end)
+                for spans in spans_by_rank.values()
+            )
+    total = sum(step.end - step.start for step in steps)
+    return added / total if total > 0 else float("nan")
+
+
+def _lies_in(span: Span, others: Sequence[Span]) -> bool:
+    return any(other.start <= span.start and span.end <= other.end for other in others)
+
+
+def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
+    """Nested spans count once."""
+    pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
+    covered, reached = 0.0, start
+    for piece_start, piece_end in pieces:
+        if piece_end > max(piece_start, reached):
+            covered += piece_end - max(piece_start, reached)
+            reached = piece_end
+    return covered

@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.command import command_of, make_parser
 from benchmarks.report import environment, markdown, ratio_text, table, write_report
-from tlt.training.report.ratio import Ratio, in_turns
+from benchmarks.turns import in_turns
+from tlt.training.report.ratio import Ratio
 
 ARMS = ("trl-tlt", "trl", "tlt")
 NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}

@@ -19,14 +19,13 @@ from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import geometry_of, recipe
 from benchmarks.grown import HELD_STILL, grown_config, plan_growth
 from benchmarks.subject import plan_subject
-from benchmarks.train_report import phase_seconds
+from benchmarks.train_report import phase_seconds, read_spans
 from tlt.apps.plan.memory import ALWAYS, MemoryPlan, plan_memory
 from tlt.base.config.schema import Config
 from tlt.training.build.world import join_ranks
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import advance
 from tlt.training.ranks.world import shutdown
-from tlt.training.report.timeline import read_spans
 from tlt.training.rollout.work_queue import connect_work_queue
 from tlt.training.run import Run
 

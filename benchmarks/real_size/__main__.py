@@ -39,6 +39,7 @@ from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Pr
 from benchmarks.real_size.report import Runs, describe_cell, runs_of_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
 from benchmarks.report import environment, header, write_report
+from benchmarks.turns import rounds_in_turns
 from tlt.apps.run.start import pin
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
@@ -52,7 +53,6 @@ from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash
 from tlt.models.packed import EMBEDDING, HEAD
 from tlt.training.build.problems import load_problems, problems_of_step
-from tlt.training.report.ratio import rounds_in_turns
 
 WARM_UP = 8
 """Tokens of the untimed batch before every cell; warm competitors generate the whole batch."""

@@ -24,7 +24,7 @@ from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from tlt.apps.page.shapes import Areas, Bars, Cells, Chart, Line, Stretches
+from tlt.apps.page.shapes import Areas, Cells, Chart, Line, Stretches
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
 DASHES = ("solid", "dashed", "dotted", "dotdash")
@@ -161,8 +161,6 @@ def _count_whole(axis: Any, grid: Any) -> None:
 
 
 def _ranges(shape: object) -> dict[str, Any]:
-    if isinstance(shape, Bars):
-        return {"x_range": FactorRange(factors=shape.names), "y_range": DataRange1d(start=0)}
     if isinstance(shape, Cells):
         return {
             "x_range": FactorRange(factors=shape.columns),
@@ -241,16 +239,6 @@ def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
         legend.append(LegendEntry(label, [name], color, hatch=hatch))
         bottom = top
     return legend[::-1]
-
-
-@_draw.register
-def _(shape: Bars, plot: figure, chart: Chart) -> list[LegendEntry]:
-    source = ColumnDataSource({"x": shape.names, "y": shape.heights}, name=f"data|{plot.name}|{shape.label}")
-    bars = plot.vbar("x", 0.8, "y", source=source, color=COLORS[shape.color])
-    plot.add_tools(
-        HoverTool(renderers=[bars], tooltips=[(chart.x_label, "@x"), (shape.label, "@y{0,0}")], visible=False)
-    )
-    return []
 
 
 @_draw.register

@@ -137,10 +137,9 @@ def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Sect
     if shares := _shares(times):
         time.tables.append((shares, "Where the time went, as shares of the steps whose timeline was read."))
     drafts = Section("speculation", "Speculation", of_series(series.SPECULATION))
-    drafts.charts += _placed([speculation.depth_chart(runs), speculation.age_chart(runs)])
+    drafts.charts += _placed([speculation.depth_chart(runs)])
     drafts.charts += of_each([series.strategy_chart(run) for run in runs], "strategies")
     drafts.charts += of_each([speculation.batch_chart(time.run, time.read) for time in times], "batch")
-    drafts.charts += of_each([speculation.reference_chart(run) for run in runs], "references")
     return [
         learning,
         lengths,

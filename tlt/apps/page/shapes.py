@@ -39,14 +39,6 @@ class Areas:
 
 
 @dataclass(frozen=True)
-class Bars:
-    label: str
-    names: list[str]
-    heights: Values
-    color: int
-
-
-@dataclass(frozen=True)
 class Cells:
     """Cells colored by their share of the column. notes: a text by cell, shown on demand."""
 
@@ -68,7 +60,7 @@ Z = 1.96
 SHARES = ("share", "share kept", "solve rate", "share of groups")
 """Names of y axes from 0 to 1."""
 
-Shape = Line | Areas | Bars | Cells | Stretches
+Shape = Line | Areas | Cells | Stretches
 
 
 @dataclass(frozen=True)

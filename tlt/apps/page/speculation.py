@@ -1,4 +1,4 @@
-"""Charts of speculation: acceptance by depth and by age; strategies by batch size."""
+"""Charts of speculation: acceptance by depth; strategies by batch size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from tlt.apps.page.gather import RunRecords, Values, is_known
 from tlt.apps.page.series import label_of
-from tlt.apps.page.shapes import Bars, Cells, Chart, Line, Shape, mean_interval
+from tlt.apps.page.shapes import Cells, Chart, Line, Shape
 from tlt.apps.page.time_use import StepTime
 
 MAX_STRATEGIES = 12
@@ -42,46 +42,6 @@ def _mean_of_rows(values_DS: Values) -> Values:
     known = np.isfinite(values_DS)
     counts = known.sum(axis=1)
     return np.where(counts, np.where(known, values_DS, 0.0).sum(axis=1) / np.maximum(counts, 1), np.nan)
-
-
-def drafter_ages(run: RunRecords) -> Values:
-    """Updates since the drafter in service was published; NaN: none since the first recorded step."""
-    versions = [record.drafter.version for record in run.steps]
-    ages, published = [], np.nan
-    for place, record in enumerate(run.steps):
-        if place and versions[place - 1] != (versions[place - 2] if place > 1 else 0):
-            published = float(run.steps[place - 1].step)
-        ages.append(record.step - published)
-    return np.array(ages)
-
-
-def age_chart(runs: Sequence[RunRecords]) -> Chart | None:
-    """The band is the 95 % interval over steps."""
-    shapes = list[Shape]()
-    for number, run in enumerate(runs):
-        ages, lengths = drafter_ages(run), run.values("rollout/accept_length")
-        known = np.isfinite(ages) & np.isfinite(lengths)
-        x = np.unique(ages[known])
-        if len(x) < 2:
-            continue
-        groups = [lengths[known & (ages == age)] for age in x]
-        mean, low, high = np.array([mean_interval(group, is_share=False) for group in groups]).T
-        label = label_of(run, "accept length", runs)
-        shapes.append(Line(label, x, mean, number, 0, np.maximum(low, 1.0), high))
-    see = "The accept length by the updates since the drafter was published: a fall is the price of its age."
-    title, x_label = "Acceptance by the drafter's age", "updates since publication"
-    return Chart("age", title, see, x_label, "tokens per verification", shapes) if shapes else None
-
-
-def reference_chart(run: RunRecords) -> Chart | None:
-    tokens = {age: float(np.nansum(values)) for age, values in run.group("rollout/followed_by_age").items()}
-    if not any(tokens.values()):
-        return None
-    names = sorted(tokens, key=lambda age: (not age.isdigit(), len(age), age))
-    see = "Tokens kept of references, responses drawn earlier with the same noise, by the updates in between."
-    bars = Bars("tokens", names, np.array([tokens[name] for name in names]), 0)
-    title, x_label = "Tokens from references", "updates in between"
-    return Chart("references", title, see, x_label, "tokens kept", [bars], is_count=True)
 
 
 def batch_chart(run: RunRecords, times: Sequence[StepTime]) -> Chart | None:

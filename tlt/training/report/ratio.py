@@ -1,14 +1,10 @@
-"""Measurements in turns, and ratios of pairs.
-
-off ▕ on ▕ on ▕ off ▕ off ▕ on …
-"""
+"""Ratios of paired measurements."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,23 +42,3 @@ class Ratio:
     def between(base: Sequence[float], other: Sequence[float]) -> Ratio:
         """base / other, pair by pair."""
         return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
-
-
-def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
-    """Yields all results after each round."""
-    results: dict[str, list[T]] = {name: [] for name in tasks}
-    for index in range(num_rounds):
-        for name in tasks if index % 2 == 0 else reversed(list(tasks)):
-            results[name].append(tasks[name]())
-        yield results
-
-
-def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    *_, results = rounds_in_turns(tasks, num_rounds)
-    return results
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -15,25 +15,18 @@ import math
 import os
 import re
 import time
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tlt.base.clock import machine_name
-from tlt.base.io.files import Record, check_is_file, read_appended, write_atomically
-from tlt.base.spans import Span, SpanName
+from tlt.base.io.files import Record, check_is_file, write_atomically
+from tlt.base.spans import Span
 from tlt.base.types import UserError
 
-GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
-DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
-"""Training itself, and the averaging, publishing and measuring at its end."""
 MERGE_GAP_SECONDS = 0.001
 """Successive spans of one name merge within this gap; engine steps only at equal strategy and batch size."""
 
@@ -214,44 +207,27 @@ def rank_path(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"timeline.rank{rank}.jsonl"
 
 
-def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """Returns spans by rank, in Unix seconds of rank 0. Raises UserError for a damaged file."""
-    return {
-        rank: [row.span for row in read_appended(path, SpanRow.from_json, "span")]
-        for rank, path in timeline_paths(Path(directory)).items()
-    }
-
-
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
     """Returns a line about each part that could not be read or written."""
-    paths, rows, missing = timeline_paths(Path(directory)), dict[int, _Rows](), []
-    for rank, path in paths.items():
-        try:
-            rows[rank] = found = _find_rows(path)
-        except OSError as error:
-            missing.append(f"{path}: cannot be read ({error.strerror}); {out} lacks rank {rank}")
-            continue
-        if found.num_bad:
-            num_lines = found.num_bad + len(found.offsets)
-            missing.append(f"{path}: {found.num_bad} of its {num_lines} lines are no spans; {out} lacks them")
-    origin = min((found.first for found in rows.values() if len(found.offsets)), default=0.0)
+    missing: list[str] = []
     try:
         with write_atomically(Path(out)) as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(json.dumps({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}))
-            for rank, found in rows.items():
-                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, found, origin))
+            for rank, path in timeline_paths(Path(directory)).items():
+                rows, lacks = _read_rows(path)
+                missing += [f"{path}: {why}; {out} lacks {what}" for why, what in lacks.items()]
+                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, rows))
             file.write("\n]}\n")
     except (UserError, OSError) as error:
         missing.append(f"{error}; there is no picture of the run's time")
     return missing
 
 
-def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, rows: Sequence[SpanRow]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-    for row in rows:
-        times = {"ts": _microseconds(row.start - origin), "dur": _microseconds(row.end - row.start)}
+    for row in sorted(rows, key=lambda row: (row.start, -row.end)):  # nested spans come after the outer one
         args: Record = {}
         if row.num_spans > 1:
             args = {"spans": row.num_spans, "busy_ms": round(row.busy_seconds * 1e3, 3)}
@@ -262,53 +238,34 @@ def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
             "pid": 0,
             "tid": rank,
             "name": row.name,
-            **times,
+            "ts": round(row.start * 1e6, 1),
+            "dur": round((row.end - row.start) * 1e6, 1),
             **({"args": args} if args else {}),
         }
+
+
+def _read_rows(path: Path) -> tuple[list[SpanRow], dict[str, str]]:
+    """The sound rows of a rank's file, and why which others are missing."""
+    rows: list[SpanRow] = []
+    num_bad = 0
+    try:
+        check_is_file(path)
+        with path.open("rb") as file:
+            for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+                try:
+                    row = SpanRow.from_json(line)
+                except (ValueError, TypeError, OverflowError, RecursionError):
+                    num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
+                else:
+                    rows += [row] if line.endswith(b"\n") else []
+    except OSError as error:
+        return rows, {f"cannot be read ({error.strerror})": "what this rank did"}
+    return rows, {f"{num_bad} of its {num_bad + len(rows)} lines are no spans": "them"} if num_bad else {}
 
 
 def timeline_paths(directory: Path) -> dict[int, Path]:
     found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A file's rows, read while iterated over.
-
-    offsets: bytes, by start time; of equal starts the longest first, as nested spans are drawn.
-    num_bad: lines that are no rows.
-    """
-
-    path: Path
-    offsets: np.ndarray
-    first: float
-    num_bad: int
-
-    def __iter__(self) -> Iterator[SpanRow]:
-        with self.path.open("rb") as file:
-            for offset in self.offsets.tolist():
-                file.seek(offset)
-                yield SpanRow.from_json(file.readline())
-
-
-def _find_rows(path: Path) -> _Rows:
-    check_is_file(path)
-    offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
-    with path.open("rb") as file:
-        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
-            try:
-                row = SpanRow.from_json(line)
-            except (ValueError, TypeError, OverflowError, RecursionError):
-                num_bad += line.endswith(b"\n")  # a line read in several pieces counts once
-            else:
-                if line.endswith(b"\n"):
-                    offsets.append(offset)
-                    starts.append(row.start)
-                    ends.append(row.end)
-            offset += len(line)
-    order = np.lexsort((-np.array(ends), np.array(starts)))
-    return _Rows(path, np.array(offsets)[order], min(starts, default=0.0), num_bad)
 
 
 def _end_torn_line(path: Path) -> None:
@@ -324,49 +281,3 @@ def _end_torn_line(path: Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(start + newline + 1)
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
-# -- what the spans say --------------------------------------------------------------------------------------
-
-
-def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
-    """The share of the steps' seconds that drafter training adds to the critical path.
-
-    A step adds the seconds of `DRAFTER_TRAINING` after its last response's end, on the rank that spends
-    most; earlier training runs beside generation. Not counted: a response handed to a training rank waits
-    for a micro-step.
-    """
-    all_spans = list(chain(*spans_by_rank.values()))
-    all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
-    steps = next((steps for steps in all_steps if steps), [])
-    evaluations = [span for span in all_spans if span.name == SpanName.EVALUATE]
-    generation = [s for s in all_spans if s.name in GENERATION and not _lies_in(s, evaluations)]
-    added = 0.0
-    for step in steps:
-        ends = [span.end for span in generation if step.start <= span.start < step.end]
-        if ends:
-            added += max(
-                covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end)
-                for spans in spans_by_rank.values()
-            )
-    total = sum(step.end - step.start for step in steps)
-    return added / total if total > 0 else float("nan")
-
-
-def _lies_in(span: Span, others: Sequence[Span]) -> bool:
-    return any(other.start <= span.start and span.end <= other.end for other in others)
-
-
-def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Nested spans count once."""
-    pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
-    covered, reached = 0.0, start
-    for piece_start, piece_end in pieces:
-        if piece_end > max(piece_start, reached):
-            covered += piece_end - max(piece_start, reached)
-            reached = piece_end
-    return covered
