@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lossless.faults import PlantedFault
 from tests.lossless.helpers import PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, to_transformers
-from tlt.apps.audit.fault import PlantedFault
 from tlt.apps.audit.referee import Referee
 from tlt.apps.audit.report import AuditReport
 from tlt.apps.audit.verdict import Auditor

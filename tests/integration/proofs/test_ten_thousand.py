@@ -28,6 +28,7 @@ from torch import Tensor
 
 from examples import one_file
 from tests.lossless import helpers
+from tests.lossless.faults import PlantedFault
 from tests.lossless.helpers import (
     STOP,
     VOCAB,
@@ -41,7 +42,6 @@ from tests.lossless.helpers import (
 from tests.lossless.test_law import probabilities
 from tests.reference_kinds import KINDS, reference_of
 from tests.unit.models.transformer_parts import in_float64
-from tlt.apps.audit.fault import PlantedFault
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, SamplingParams, Verdict, id_of
 from tlt.drafter.drafting.retrieval.references import References

@@ -22,7 +22,7 @@ from tlt.apps.cli.summary import Ended
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.rollout import SpeculationKey
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import BatchSize, MaxTokens, Problems, Samples, Seed, Share, Threads
+from tlt.base.kinds import BatchSize, MaxTokens, Problems, Samples, Seed, Threads
 from tlt.base.speculation import Off, Speculation
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
 
@@ -98,20 +98,12 @@ class AuditEngine(RequestOptions, VerdictOptions, EngineOptions):
     speculation: Annotated[tuple[SpeculationKey, ...], *LISTED, Written(SPECULATION + "[,...]")] = (Off(),)
     """Modes of the engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four
     tokens)."""
-    plant_fault: Annotated[Share, Written("PROBABILITY")] = 0.0
-    """Probability with which TLT's engine accepts a rejected draft, to show that the audit finds such a
-    fault."""
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
-    def _can_be_faulty(self) -> AuditEngine:
+    def _names_each_mode_once(self) -> AuditEngine:
         if len(set(self.speculation)) < len(self.speculation):
             raise mistake(f"--speculation: {','.join(map(str, self.speculation))} must name every mode once")
-        if self.plant_fault and self.engine == "vllm":
-            raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
-        if self.plant_fault and self.speculation == (Off(),):
-            needs = "--speculation DEPTHxWIDTHxBUDGET and --drafter DIR"
-            raise mistake(f"--plant-fault: is a fault of speculation; give {needs}")
         return self
 
 
@@ -172,11 +164,9 @@ def engine(options: AuditEngine) -> Ended:
         return end_relations(options, _told(_relations_of_engine(options, requests)), device=device)
     reports = []
     for speculation in options.speculation:
-        is_faulty = options.plant_fault and not isinstance(speculation, Off)
-        name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else str(speculation)
         with _running(options, speculation, longest(requests)) as (engine, _):
             answers = Answers(tuple(generate_in_order(engine, requests)))
-        reports.append(judge.judge(name, answers, options.max_tokens, options.seed))
+        reports.append(judge.judge(str(speculation), answers, options.max_tokens, options.seed))
         print_report(reports[-1])
     return end(options, reports, device=device)
 
@@ -185,17 +175,14 @@ def engine(options: AuditEngine) -> Ended:
 def _running(
     options: AuditEngine, speculation: Speculation, window: int
 ) -> Iterator[tuple[RolloutBackend, ModelFolder]]:
-    from tlt.apps.audit.fault import PlantedFault
     from tlt.engine.build.engine import load_engine
     from tlt.engine.build.model import load_model_for
-    from tlt.speculation.law.verify import verify
 
-    faulty = PlantedFault(options.plant_fault, options.seed) if options.plant_fault else verify
     settings = options.engine_settings(speculation, window)
     if options.test == "invariance":
         settings = replace(settings, max_batch_size=max(options.batch_sizes))
     model = load_model_for(resolve_model(options.model), options.engine, None, options.implementation)
-    engine = load_engine(model, settings, options.drafter_folder, faulty)
+    engine = load_engine(model, settings, options.drafter_folder)
     try:
         yield engine, model
     finally:
@@ -231,8 +218,6 @@ def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> I
 
 
 def server(options: AuditServer) -> Ended:
-    from tlt.apps.audit.known import identify, known_fault
-
     variable = options.api_key_variable
     key = None if variable is None else read_api_key(variable)  # refused before anything is loaded
     judge = Judge.load(options, options.model, options.threads, options.test)
@@ -245,9 +230,6 @@ def server(options: AuditServer) -> Ended:
         return end_relations(options, _told(relations))
     answers = complete(endpoint, requests, options.max_concurrency)
     report = judge.judge(options.url, answers, options.max_tokens, options.seed)
-    if report.is_convicted and (found := identify(options.url)) is not None:
-        fault = known_fault(found, options.temperature)
-        report = report if fault is None else replace(report, reasons=(*report.reasons, fault))
     print_report(report)
     return end(options, [report])
 

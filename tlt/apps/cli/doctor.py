@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tlt.apps.cli.engine import show_busy
-from tlt.apps.cli.options import Options, Switch, Written
+from tlt.apps.cli.options import Options, Written
 from tlt.apps.cli.summary import Ended, Summary
 from tlt.base.io.extras import PURPOSES
 from tlt.base.io.files import Record
 from tlt.base.io.machine import Facts, Finding, diagnose, read_facts
-from tlt.base.io.network import ask_servers
 
 if TYPE_CHECKING:
     from tlt.base.config.schema import Config
@@ -27,9 +26,6 @@ class Doctor(Options):
 
     config: Annotated[Path, Written("[CONFIG]", is_alone=True)] = Path("countdown")
     """TOML configuration, or the name of a recipe, whose "auto" are resolved."""
-    network: Switch = False
-    """Asks whether the Hugging Face hub answers, and the server of the configuration's tracker (wandb,
-    trackio, mlflow); otherwise nothing is sent."""
 
 
 def run(options: Doctor) -> Ended:
@@ -38,8 +34,6 @@ def run(options: Doctor) -> Ended:
     config = load_config(options.config)
     with show_busy("looking at this machine"):
         facts, found = _look(config)
-        if options.network:
-            found += ask_servers(config.tracking.use)
     return report(facts, found, str(options.config))
 
 
@@ -86,7 +80,7 @@ def summarize(record: Record) -> Summary:
     rows: Record = {"broken": by_state["broken"]} if "broken" in by_state else {}
     rows["Python"] = machine["python"]
     rows["CPU"] = f"{machine['cpu_cores']} cores, {machine['memory_gib']:.1f} GiB"
-    shown = ("GPUs", "compilers", *(name for name in fine if name.startswith("network")))
+    shown = ("GPUs", "compilers")
     rows |= {name: fine.pop(name) for name in shown if name in fine}
     rows["packages"] = ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES)
     rows["optional"] = ", ".join(name for name in fine if name in PURPOSES) or "none"

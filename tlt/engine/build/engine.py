@@ -32,8 +32,6 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf.limits import Limits
 from tlt.models.new import OF_HYBRIDS, new_target
 from tlt.models.target import Target
-from tlt.speculation.law.verify import Verify
-from tlt.speculation.law.verify import verify as verify_by_the_law
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import make_tuner
 
@@ -45,7 +43,6 @@ def build_engine(
     drafter: StoredDrafter | None = None,
     *,
     tuner: StrategyTuner | None = None,
-    verify: Verify = verify_by_the_law,
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> RolloutEngine:
@@ -55,7 +52,6 @@ def build_engine(
     policy: tensors by Hugging Face names, or the packed copy of another engine with the same settings, which
         neither may then load anew.
     tuner: overrides the settings.
-    verify: an audit passes a faulty one.
     decode: token ids → text, for stop texts.
     """
     tuner = tuner or _make_tuner(settings, drafter, drafter_kinds(drafter is not None))
@@ -64,7 +60,6 @@ def build_engine(
         max_batch_size=settings.max_batch_size,
         tuner=tuner,
         on_span=on_span,
-        verify=verify,
         decode=decode,
         cache_bytes=settings.cache_bytes,
         routes=settings.routes,
@@ -98,7 +93,6 @@ def build_backend(
     drafter: StoredDrafter | None = None,
     *,
     on_span: Callable[[Span], None] | None = None,
-    verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
     """Raises UserError where the settings are impossible.
@@ -119,13 +113,11 @@ def build_backend(
             drafter,
             tuner=tuner,
             on_span=on_span,
-            verify=verify,
             decode=model.decode,
         )
         if references is not None and engine.drafter.kinds:
             engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
-    assert verify is verify_by_the_law, "vLLM verifies for itself"
     from tlt.engine.build.vllm import build_vllm
 
     return build_vllm(model, settings, drafter, on_span=on_span)
@@ -147,11 +139,10 @@ def load_engine(
     model: ModelFolder,
     settings: EngineSettings,
     drafter: Path | None = None,
-    verify: Verify = verify_by_the_law,
     references: References | None = None,
 ) -> RolloutBackend:
     stored = load_stored_drafter(None if isinstance(settings.speculation, Off) else drafter, model)
-    return build_backend(model, settings, stored, verify=verify, references=references)
+    return build_backend(model, settings, stored, references=references)
 
 
 def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDrafter | None:

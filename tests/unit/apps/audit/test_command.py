@@ -69,7 +69,6 @@ def test_another_temperature_than_said_is_exit_code_1(
         (f"{PROMPTS} --url http://127.0.0.1:9", "--url: unknown option; see tlt audit engine --help"),
         (f"{PROMPTS} --stop x", "--stop: unknown option; did you mean"),
         (f"{PROMPTS} --speculation off,learned:4x1x4", "'learned:4x1x4' needs a drafter"),
-        (f"{PROMPTS} --plant-fault 0.1", "is a fault of speculation"),
         (f"{PROMPTS} --alpha 0", "--alpha: is 0; it must be greater than 0"),
         (f"{PROMPTS} --out prompts.jsonl/report.json", "prompts.jsonl is no folder; give another path"),
         ("--task nonsense", "unknown task 'nonsense'"),

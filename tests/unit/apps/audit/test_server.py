@@ -87,34 +87,6 @@ def test_a_server_is_judged(
     assert list(summary["modes"]) == [url]
 
 
-DRAFTING = "vllm:spec_decode_num_drafts_total 7"
-
-
-@pytest.mark.parametrize(
-    ("temperature", "version", "metrics", "is_named"),
-    [
-        (0.5, "0.32.0", DRAFTING, True),
-        (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft
-        (1.0, "0.32.0", DRAFTING, False),  # nothing is wrong
-    ],
-)
-def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
-    temperature: float,
-    version: str,
-    metrics: str,
-    is_named: bool,
-    model: Path,
-    here: Path,
-    serve: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pages = {"/version": json.dumps({"version": version}), "/metrics": metrics}
-    url = serve(sampler(model, "token_ids", temperature), pages)
-    code, _, output = run(capsys, "server", str(model), "--url", url, *ARGUMENTS)
-    assert code == (1 if temperature != 1.0 else 3)
-    assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
-
-
 def wire(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status}", *headers, *([] if headers else [f"Content-Length: {len(body)}"]), "", ""]
     return "\r\n".join(lines).encode() + body

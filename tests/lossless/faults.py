@@ -1,4 +1,4 @@
-"""A fault planted in an engine, for the audit to find."""
+"""A fault planted in an engine, for the audit and the law's tests to find."""
 
 from __future__ import annotations
 
