@@ -44,7 +44,6 @@ Problems = Annotated[int, Ge(1), Le(2**24)]
 Processes = Annotated[int, Ge(1), Le(2**16)]
 Workers = Annotated[int, Ge(0), Le(1024)]
 Threads = Annotated[int, Ge(1), Le(1024)]
-Port = Annotated[int, Ge(0), Le(65535)]
 BatchSize = Processes
 Rank = Annotated[int, Ge(0), Le(2**16)]
 """A LoRA adapter's rank."""

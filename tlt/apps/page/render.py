@@ -25,7 +25,7 @@ from tlt.apps.page.timing import RunTime
 from tlt.apps.page.tokens import DRAFTERS
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("charts.js", "responses.js", "watch.js")
+SCRIPTS = ("charts.js", "responses.js")
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Panel:
 
 
 @np.errstate(all="ignore")  # a run that diverged has figures whose squares overflow
-def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str | None = None) -> str:
-    """stamp: version of a served page, which reloads when the server has another; None: a file."""
+def make_page(folders: Sequence[Path], made: datetime | None = None) -> str:
     runs = read_runs(folders)
     times = [timing.read_times(run) for run in runs]
     sections = [section for section in _sections(runs, times) if section.charts]
@@ -67,8 +66,6 @@ def make_page(folders: Sequence[Path], made: datetime | None = None, stamp: str 
     return environment.get_template("page.html.jinja").render(
         title="TLT run " + " and ".join(run.name for run in runs),
         made=f"{made or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        watches=stamp is not None,
-        stamp=stamp,
         glance=summary.glance(runs),
         differences=summary.differences(*runs) if len(runs) == 2 else None,
         notes=_notes(runs, times),

@@ -1,7 +1,6 @@
 """`tlt report`: the file it writes, and its mistakes."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,3 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     assert "needs RUN" in say()
     assert "holds no metrics.jsonl" in say(str(tmp_path))
-    assert "--port: is 70000" in say(str(tmp_path), "--port", "70000")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        run = str(make_run(tmp_path / "run"))
-        assert f"--port: {port} cannot be used" in say(run, "--watch", "--port", port)
