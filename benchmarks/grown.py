@@ -145,7 +145,7 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
         check_disk(parent, growth.geometry, growth.num_parameters * dtype.itemsize)
         write_grown(folder, growth, dtype, torch.device(device))
     drafter = None if growth.drafter is None else folder / "drafter"
-    model = {"path": folder / "model", "revision": None, "adapter": None}
+    model = {"path": folder / "model", "adapter": None}
     changed = with_changes(config, {"model": model, "drafter": {"path": drafter}})
     agreement = compare(growth.small, open_model(folder / "model"), changed)
     if agreement.num_equal < MIN_EQUAL * agreement.num_tokens:

@@ -120,7 +120,6 @@ def test_an_odd_prompt_is_one_line(
         ("path", None, FOLDER),
         ("drafter", 5, FOLDER),
         ("drafter", "nowhere", "give"),
-        ("revision", 5, "it must be a valid string"),
         ("speculation", "fast", "give off, adaptive or"),
         ("speculation", "learned:4x1x4", "a drafter of kind learned"),
         ("dtype", torch.float16, "use one of float64"),

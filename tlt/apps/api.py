@@ -89,7 +89,6 @@ class Engine:
         cls,
         path: str | Path,
         *,
-        revision: str | None = None,
         drafter: str | Path | None = None,
         speculation: str | Strategy = "adaptive",
         dtype: str | torch.dtype = "auto",
@@ -98,10 +97,9 @@ class Engine:
         engine: Literal["tlt", "vllm"] = "tlt",
         **drafting: Any,
     ) -> Engine:
-        """Loads a model, a Hugging Face checkpoint folder or a name on the hub, and its drafter unless
-        speculation is off.
+        """Loads a model, a Hugging Face checkpoint folder or OWNER/NAME[@REVISION] on the hub, and its
+        drafter unless speculation is off.
 
-        revision: branch, tag or commit of a model of the hub; None: main.
         drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier
             responses to the same problem.
         speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth,
@@ -121,7 +119,6 @@ class Engine:
             if not (isinstance(value, str | Path) and str(value).strip()):
                 hub = "give a folder, or a name on the Hugging Face hub"
                 raise UserError(f"{name}: is {shorten(value)}; {hub}")
-        checked("revision", revision, str | None)
         implementation = checked("implementation", drafting.pop("implementation", "auto"), Implementation)
         section = validate(DrafterSection, drafting, "drafter")
         if engine not in ("tlt", "vllm"):
@@ -140,7 +137,7 @@ class Engine:
             engine=engine,
             drafting=section,
         )
-        model = load_model_for(resolve_model(path, revision), engine, None, implementation)
+        model = load_model_for(resolve_model(path), engine, None, implementation)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
 
     @property

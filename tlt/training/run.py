@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.base.clock import Moment
 from tlt.base.config.schema import Config
 from tlt.base.io.files import write_atomically
+from tlt.base.io.hub import Repository
 from tlt.base.spans import SpanName
 from tlt.base.types import Purpose, Rollout, resolve_dtype
 from tlt.engine.build.model import open_start
@@ -235,7 +236,9 @@ class Run:
             name: full_tensor(parameter).cpu() for name, parameter in parameters if parameter.requires_grad
         }
         of = self.policy.config, self.config.lora
-        write = partial(save_adapter, folder, *of, tensors, str(model.path), model.revision)
+        repository = None if model.path.exists() else Repository.parse(model.path)
+        base = (str(model.path), None) if repository is None else (repository.name, repository.revision)
+        write = partial(save_adapter, folder, *of, tensors, *base)
         on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay
         base, drafter = hub.add("me/base", RECIPE / "base"), hub.add("me/drafter", RECIPE / "drafter")
         commits = base.commit, drafter.commit
         config = prepare(resolve_config(Path("run.toml"), words, None))
-        assert (config.model.path, config.model.revision) == (Path("me/base"), commits[0])
+        assert config.model.path == Path(f"me/base@{commits[0]}")
         assert config.drafter.path == Path(f"me/drafter@{commits[1]}")
         assert f"me/base@{commits[0][:8]}: " in capsys.readouterr().out
         Path("out/config.json").write_text(config.to_json())

@@ -186,8 +186,6 @@ def _keep_resolved(before: Config, now: Config) -> Config:
         old, new = (Repository.parse(name) if name is not None else None for name in (noted, named))
         if old is not None and new is not None and old.name == new.name and new.revision is None:
             values[section][key] = noted
-    if values["model"]["path"] == before.model.path and values["model"]["revision"] is None:
-        values["model"]["revision"] = before.model.revision
     return Config.model_validate(values)
 
 

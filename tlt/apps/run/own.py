@@ -56,7 +56,7 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     writes_reward: whether the caller writes the function `REWARD` where nothing else scores.
     """
     given = {".".join(override.keys): override.value for override in read_overrides(overrides)}
-    folder = resolve_description(Path(given["model.path"]), given.get("model.revision"), with_tokenizer=True)
+    folder = resolve_description(Path(given["model.path"]), with_tokenizer=True)
     model, source = _look_at_model(folder), _source(given)
     data = _look_at_task(load_config({}, overrides)) if source is None else _look_at_data(source)
     about_data = choose_data(model, data, given)

@@ -199,9 +199,8 @@ def pin(config: Config) -> Config:
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     values["run"]["dtype"] = str(engine_dtype(config)).removeprefix("torch.")
-    if (model := pin_model(config.model.path, config.model.revision)) is not None:
-        values["model"] |= {"path": model.name, "revision": model.revision}
     for section, key, name in (
+        ("model", "path", config.model.path),
         ("model", "adapter", config.model.adapter),
         ("drafter", "path", config.drafter.path),
     ):
@@ -284,7 +283,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         speculation += ", trained in idle time" if drafter.train else ""
     num_problems, num_held_out = len(findings.data.problems), len(findings.data.held_out)
     held_out = f"{num_held_out:,} held out" if num_held_out else "none held out"
-    name = _named(config.model.path, config.model.revision)
+    name = _named(config.model.path)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
     task = without_folder(config.task.name)
     why = [device.reason, *([ranks.reason] if ranks.reason else [])]
@@ -350,8 +349,8 @@ def describe_algorithm(config: Config) -> str:
     return f"{chosen.name}: {', '.join(parts)}"
 
 
-def _named(path: Path, revision: str | None = None) -> str:
-    repository = None if path.exists() else Repository.parse(path, revision)
+def _named(path: Path) -> str:
+    repository = None if path.exists() else Repository.parse(path)
     return near(path) if repository is None else f"{repository.name}@{(repository.revision or 'main')[:8]}"
 
 

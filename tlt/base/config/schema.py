@@ -123,10 +123,8 @@ class ModelSection(DecoderSection):
 
     path: AnyPath
     """The model to train: a Hugging Face checkpoint folder (config.json, tokenizer, safetensors), or
-    OWNER/NAME on the hub."""
-    revision: str | None = None
-    """Branch, tag or commit of a model of the hub; None: main. A run records the commit that it finds
-    first and stays with it."""
+    OWNER/NAME or OWNER/NAME@REVISION on the hub. A run records the commit that it finds first and stays with
+    it."""
     adapter: AnyPath | None = None
     """LoRA adapter to start from: a folder as PEFT saves it, or OWNER/NAME on the hub. It is merged into the
     model; where [lora] is used, it is trained on instead, and [lora] must describe it."""

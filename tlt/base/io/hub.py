@@ -66,15 +66,12 @@ class Repository:
     """None: the main branch."""
 
     @staticmethod
-    def parse(text: str | Path, revision: str | None = None) -> Repository | None:
-        """`owner/name[@revision]`; None: the text is a path. Raises UserError for two revisions."""
+    def parse(text: str | Path) -> Repository | None:
+        """`owner/name[@revision]`; None: the text is a path."""
         found = _REPOSITORY.fullmatch(str(text))
         if found is None or found["name"].endswith(_FILES):
             return None
-        if revision is not None and found["revision"] is not None:
-            what = f"names a revision, and {revision!r} is given beside it"
-            raise UserError(f"{text}: {what}; give one of them")
-        return Repository(found["name"], revision or found["revision"])
+        return Repository(found["name"], found["revision"])
 
     def __str__(self) -> str:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
@@ -87,14 +84,11 @@ class Repository:
         return Repository(self.name, folder.name)
 
 
-def resolve_model(name: str | Path, revision: str | None = None) -> Path:
+def resolve_model(name: str | Path) -> Path:
     """Returns `name` if it is a path (which need not exist), else the hub's snapshot, downloaded if not
     cached. Raises UserError where the hub refuses, and for a repository without safetensors."""
-    repository = _find(name, revision)
+    repository = _find(name)
     if repository is None:
-        if revision is not None:
-            what = f"is no repository of the hub but a path, which has no revision {revision!r}"
-            raise UserError(f"{name}: {what}; remove it")
         return Path(name)
     folder = _snapshot(repository, "model", _MODEL_FILES)
     if not any(folder.glob("*.safetensors")):
@@ -105,18 +99,17 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     return folder
 
 
-def resolve_description(name: str | Path, revision: str | None = None, with_tokenizer: bool = False) -> Path:
+def resolve_description(name: str | Path, with_tokenizer: bool = False) -> Path:
     """Like `resolve_model`, without weights."""
-    repository, files = _find(name, revision), ["config.json"]
+    repository, files = _find(name), ["config.json"]
     if with_tokenizer:
         files += [*COMPANIONS, "additional_chat_templates/*"]
     return Path(name) if repository is None else _snapshot(repository, "model", files)
 
 
-def pin_model(name: Path, revision: str | None = None) -> Repository | None:
+def pin_model(name: Path) -> Repository | None:
     """The repository at its present commit; None: `name` is a path."""
-    folder = resolve_model(name, revision)
-    repository = _find(name, revision)
+    folder, repository = resolve_model(name), _find(name)
     return None if repository is None else repository.at(folder)
 
 
@@ -128,8 +121,8 @@ def pin_dataset(name: str | Path) -> Repository | None:
     return repository.at(_snapshot(repository, "dataset", _DATASET_FILES))
 
 
-def _find(name: str | Path, revision: str | None = None) -> Repository | None:
-    return None if Path(name).exists() else Repository.parse(name, revision)
+def _find(name: str | Path) -> Repository | None:
+    return None if Path(name).exists() else Repository.parse(name)
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:

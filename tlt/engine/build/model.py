@@ -65,7 +65,7 @@ class Model(ModelFolder):
 
 
 def model_folder(config: Config) -> Path:
-    return resolve_model(config.model.path, config.model.revision)
+    return resolve_model(config.model.path)
 
 
 def adapter_folder(config: Config) -> Path | None:
@@ -78,7 +78,7 @@ def drafter_folder(config: Config) -> Path | None:
 
 def described_model(config: Config) -> ModelConfig:
     """Of config.json alone: weights need not be there."""
-    folder = resolve_description(config.model.path, config.model.revision)
+    folder = resolve_description(config.model.path)
     return load_model_config(folder, config.model.implementation)
 
 

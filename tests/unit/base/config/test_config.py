@@ -98,7 +98,7 @@ KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints
 run         time_limit_minutes launcher max_restarts timeout_seconds keep_responses show_samples equal_rows
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
-model       path adapter revision chat_template_kwargs implementation
+model       path adapter chat_template_kwargs implementation
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 task        max_prompt_tokens date
@@ -331,12 +331,12 @@ def test_problems_come_from_one_source(folder: Path) -> None:
 
 
 def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path) -> None:
-    path = write(folder, '[model]\npath = "me/model"\n[task]\nname = "countdown"\ndata = "me/data@v1"\n')
-    config = load_config(path, {"drafter.path": "me/drafter", "model.revision": "v2"})
-    assert (config.model.path, config.model.revision) == (Path("me/model"), "v2")
+    path = write(folder, '[model]\npath = "me/model@v2"\n[task]\nname = "countdown"\ndata = "me/data@v1"\n')
+    config = load_config(path, {"drafter.path": "me/drafter"})
+    assert config.model.path == Path("me/model@v2")
     assert (config.task.data, config.drafter.path) == (Path("me/data@v1"), Path("me/drafter"))
-    (folder / "me" / "model").mkdir(parents=True)
-    assert load_config(path).model.path == folder / "me" / "model"
+    (folder / "me" / "model@v2").mkdir(parents=True)
+    assert load_config(path).model.path == folder / "me" / "model@v2"
     assert load_config(path, ["--model.path", "me/other"]).model.path == Path("me/other")
     assert "model.path is " in mistake(path, "--model.path", "me/model/other")
     told = mistake(path, "--model.path", "model")

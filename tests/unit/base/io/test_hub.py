@@ -52,9 +52,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         close_session()
 
 
-def refusal(name: str, revision: str | None = None) -> str:
+def refusal(name: str) -> str:
     with pytest.raises(UserError) as caught:
-        resolve_model(name, revision)
+        resolve_model(name)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -92,13 +92,6 @@ def test_what_looks_like_a_path_is_one(name: str) -> None:
     assert resolve_model(name) == Path(name)
 
 
-def test_a_revision_is_given_once_and_to_the_hub_alone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a/b@v1: names a revision, and 'v2' is given beside it"):
-        Repository.parse("a/b@v1", "v2")
-    with pytest.raises(UserError, match="is no repository of the hub but a path, which has no revision 'v2'"):
-        resolve_model(tmp_path, "v2")
-
-
 def test_a_folder_goes_before_a_repository_of_the_same_name(hub: Hub) -> None:
     hub.add("me/model", FILES)
     Path("me/model").mkdir(parents=True)
@@ -117,9 +110,7 @@ def test_only_the_files_of_a_model_are_downloaded_and_the_second_time_none(
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert capfd.readouterr().err == "tlt: downloading me/model\n"
     hub.requests.clear()
-    assert (
-        resolve_model("me/model") == resolve_model("me/model@v1") == resolve_model("me/model", "v1") == folder
-    )
+    assert resolve_model("me/model") == resolve_model("me/model@v1") == folder
     assert hub.downloads == []
     assert capfd.readouterr().err == ""
 
@@ -133,7 +124,6 @@ def test_a_commit_that_is_in_the_cache_needs_no_network_and_stays_when_the_branc
     hub.add("me/model", {**FILES, "config.json": b"{}"})
     assert resolve_model("me/model").name != before.commit
     hub.requests.clear()
-    assert resolve_model(pinned.name, pinned.revision).name == before.commit
     assert resolve_model(str(pinned)).name == before.commit
     assert hub.requests == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
