@@ -3,9 +3,8 @@
     answer        token ids of the model ─▶ a response     anything else ─▶ UserError
     busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
 
-Ids come in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2), or as tokens written "token_id:17"
-(`return_tokens_as_token_ids`, older vLLM). Text is never used: encoding it again need not give the sampled
-tokens.
+Ids come in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2). Text is never used: encoding it again need
+not give the sampled tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from tlt.base.io.text import one_line
 from tlt.base.kinds import shorten
 from tlt.base.types import FinishReason, Request, Rollout, UserError
 
-_FORMS: tuple[dict[str, Any], ...] = (
-    {"return_token_ids": True},
-    {"return_tokens_as_token_ids": True, "logprobs": 1},
-)
+_IDS = {"return_token_ids": True}
 _LOGPROBS = {"logprobs": 1}
 _TIMEOUT_SECONDS = 600
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
@@ -81,12 +77,12 @@ def read_api_key(variable: str) -> str:
 
 def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Answers:
     """Raises UserError for an answer that is no response, and for a server that answers no request."""
-    form = _find_form(server, requests[0])
+    _check_form(server, requests[0])
     gives_up = threading.Event()
 
     def answer(request: Request) -> Rollout | Unavailable:
         try:
-            return _complete_one(server, request, form, gives_up)
+            return _complete_one(server, request, gives_up)
         except Unavailable as error:
             gives_up.set()
             return error
@@ -103,25 +99,20 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
     return Answers(rollouts, len(missing), str(missing[0]) if missing else "")
 
 
-def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
-    """Tries with one token which option makes this server return token ids."""
-    for form in _FORMS:
-        form = form | _LOGPROBS if server.with_logprobs else form
-        choice = _ask(server, request, form, 1, None)
-        if (ids := read_token_ids(choice, server.url)) is not None:
-            if server.with_logprobs:
-                read_logprobs(choice, server.url, range(len(ids)))
-            return form
-    raise UserError(
-        f"--url: {server.url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
-        " use a server that does, or write its responses to a file for --responses"
-    )
+def _check_form(server: Endpoint, request: Request) -> None:
+    """Tries with one token whether the server returns what is asked for."""
+    choice = _ask(server, request, 1, None)
+    if (ids := read_token_ids(choice, server.url)) is None:
+        raise UserError(
+            f"--url: {server.url} returns no token ids (return_token_ids, vLLM 0.10.2 or later); use a "
+            "server that does, or write its responses to a file for tlt audit responses"
+        )
+    if server.with_logprobs:
+        read_logprobs(choice, server.url, range(len(ids)))
 
 
-def _complete_one(
-    server: Endpoint, request: Request, form: dict[str, Any], gives_up: threading.Event
-) -> Rollout:
-    choice = _ask(server, request, form, request.params.max_tokens, gives_up)
+def _complete_one(server: Endpoint, request: Request, gives_up: threading.Event) -> Rollout:
+    choice = _ask(server, request, request.params.max_tokens, gives_up)
     place = f"--url: {server.url}: problem {request.problem_id!r}"
     token_ids = tuple(read_token_ids(choice, server.url) or ())
     if not token_ids:
@@ -151,16 +142,11 @@ def _complete_one(
 
 def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
     """The sampled ids of a choice; None: there are none. Raises UserError for non-integers."""
-    if (ids := choice.get("token_ids")) is not None:
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UserError(f"--url: {url} answers token_ids {shorten(ids)}, no list of ids; {_SUCH_AS}")
-        return ids
-    logprobs = choice.get("logprobs")
-    tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
-    if isinstance(tokens, list):
-        found = [re.fullmatch(r"token_id:([0-9]{1,9})", str(token)) for token in tokens]
-        return [int(match[1]) for match in found if match] if all(found) else None
-    return None
+    if (ids := choice.get("token_ids")) is None:
+        return None
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise UserError(f"--url: {url} answers token_ids {shorten(ids)}, no list of ids; {_SUCH_AS}")
+    return ids
 
 
 def read_again(server: Endpoint, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -190,11 +176,7 @@ def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[floa
 
 
 def _ask(
-    server: Endpoint,
-    request: Request,
-    form: dict[str, Any],
-    max_tokens: int,
-    gives_up: threading.Event | None,
+    server: Endpoint, request: Request, max_tokens: int, gives_up: threading.Event | None
 ) -> dict[str, Any]:
     """Leaves out options that are off: not every server knows them."""
     params = request.params
@@ -207,7 +189,8 @@ def _ask(
         "seed": request.noise_key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
         **({"stop_token_ids": list(params.stop_ids)} if params.stop_ids else {}),
         **{name: value for name, (value, off) in optional.items() if value != off},
-        **form,
+        **_IDS,
+        **(_LOGPROBS if server.with_logprobs else {}),
     }
     return _choice(server, payload, gives_up)
 

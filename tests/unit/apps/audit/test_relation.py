@@ -160,7 +160,7 @@ def test_a_planted_fault_of_one_bit_in_company_is_exit_code_1(
 def scorer(model: Path, is_faulty: bool = False, echoes: bool = True) -> Answer:
     """A server with log-probabilities. Faulty: of requests that are not alone, the first one is off by a
     bit."""
-    sample, running, lock = sampler(model, "token_ids"), Counter[str](), threading.Lock()
+    sample, running, lock = sampler(model), Counter[str](), threading.Lock()
 
     def scores(prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         (logits_TV,) = referee_of(model).logits(prompt, tokens)

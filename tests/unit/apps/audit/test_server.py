@@ -17,18 +17,7 @@ from tests.unit.apps.audit.test_command import run
 from tests.unit.apps.cli.parts import fail
 from tlt.apps.audit import server as asked
 from tlt.apps.audit.referee import Referee
-from tlt.apps.audit.server import read_token_ids
 from tlt.apps.cli import main as cli
-
-
-def test_token_ids_are_read_in_both_forms() -> None:
-    assert read_token_ids({"token_ids": [1, 2]}, "u") == [1, 2]
-    assert read_token_ids({"token_ids": None, "logprobs": {"tokens": ["token_id:7"]}}, "u") == [7]
-    assert read_token_ids({"text": "x", "logprobs": None}, "u") is None
-    assert read_token_ids({"text": "x", "logprobs": [0.0]}, "u") is None
-    for tokens in (["a"], ["token_id:7", "token_id:x"], ["token_id:-1"], [None], "token_id:7"):
-        assert read_token_ids({"logprobs": {"tokens": tokens}}, "u") is None
-
 
 PROMPTS = ("--engine-model", "m", "--prompts", "prompts.jsonl")
 ARGUMENTS = (*PROMPTS, "--samples", "25", "--max-tokens", "12")
@@ -52,7 +41,7 @@ def sampled(
 referee_of = cache(Referee)
 
 
-def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
+def sampler(model: Path, temperature: float = 1.0) -> Answer:
     """A server that samples the model."""
     referee_of(model)  # before threads ask for it at once
 
@@ -60,20 +49,15 @@ def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
         stop, prompt = frozenset(payload["stop_token_ids"]), tuple(payload["prompt"])
         tokens = sampled(model, temperature, prompt, stop, payload["max_tokens"], payload["seed"])
         choice: dict[str, Any] = {"finish_reason": "stop" if tokens[-1] in stop else "length"}
-        if form == "token_ids" and payload.get("return_token_ids"):
+        if payload.get("return_token_ids"):
             choice["token_ids"] = tokens
-        if form == "logprobs" and payload.get("return_tokens_as_token_ids"):
-            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in tokens]}
         return {"choices": [choice]}
 
     return answer
 
 
-@pytest.mark.parametrize(
-    ("form", "temperature", "expected"), [("token_ids", 1.0, 3), ("logprobs", 1.0, 3), ("token_ids", 0.5, 1)]
-)
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 3), (0.5, 1)])
 def test_a_server_is_judged(
-    form: str,
     temperature: float,
     expected: int,
     model: Path,
@@ -81,7 +65,7 @@ def test_a_server_is_judged(
     serve: Callable[[Answer], str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url = serve(sampler(model, form, temperature))
+    url = serve(sampler(model, temperature))
     code, summary, _ = run(capsys, "server", str(model), "--url", url, *ARGUMENTS)
     assert code == expected
     assert list(summary["modes"]) == [url]
@@ -153,7 +137,7 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again(
 ) -> None:
     """Every third request fails, but the first, by which the server is known."""
     monkeypatch.setattr(asked, "_WAITS", (0.0,) * 6)
-    good, count = sampler(model, "token_ids"), itertools.count()
+    good, count = sampler(model), itertools.count()
     url = serve(lambda payload: failure if next(count) % 3 == 1 else good(payload))
     few = (*PROMPTS, "--samples", "6", "--max-tokens", "12")
     code, summary, output = run(capsys, "server", str(model), "--url", url, *few)
@@ -173,7 +157,7 @@ def test_answers_that_came_before_a_server_went_away_are_judged_and_the_others_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asked, "_WAITS", (0.0,) * 2)
-    good, count = sampler(model, "token_ids", temperature), itertools.count()
+    good, count = sampler(model, temperature), itertools.count()
     url = serve(lambda payload: good(payload) if next(count) <= 45 else BUSY)
     words = [*ARGUMENTS, "--max-concurrency", "1", "--few-tokens-pass", "--out", "report.json"]
     code = cli.main(["audit", "server", str(model), "--url", url, *words])
@@ -195,7 +179,7 @@ def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    url = serve(sampler(model, 1.0), key=KEY)
     monkeypatch.setenv(VARIABLE, f"{KEY}\n")
     words = ["--samples", "2", "--max-tokens", "4", "--out", "report.json", "--api-key-variable", VARIABLE]
     code, _, said = run(capsys, "server", str(model), "--url", url, *PROMPTS, *words)
@@ -226,7 +210,7 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_mod
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    url = serve(sampler(model, 1.0), key=KEY)
     monkeypatch.setenv("WRONG", "another key")
     line = fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS, *words)
     assert message in line
