@@ -106,10 +106,10 @@ endif
 	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/vllm $(ARGS)
 
 smollm2-check: $(DEV_STAMP)
-	TLT_SMOLLM2=1 $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(PROOFS)/test_models_run.py -k smollm2 $(ARGS)
+	TLT_SMOLLM2=1 $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(PROOFS)/test_models_run.py $(PROOFS)/test_equal_rows.py -k smollm2 $(ARGS)
 
 qwen-check: $(DEV_STAMP)
-	TLT_QWEN=1 $(BIN)/python -m pytest $(PROOFS)/test_models_run.py -k qwen $(ARGS)
+	TLT_QWEN=1 $(BIN)/python -m pytest $(PROOFS)/test_models_run.py $(PROOFS)/test_equal_rows.py -k qwen $(ARGS)
 
 # GPU_PYTHON names an interpreter that has PyTorch for its GPU already: nothing is installed then, and what it lacks besides is
 # looked for in .gpu/site, which `make gpu-carry` fills.
