@@ -36,7 +36,6 @@ NOT_RUN = {
     "grade-school-math": "needs the network",
     "reasoning-gym": "needs reasoning-gym",
     "tlt bench": "minutes",
-    "--watch": "goes on until Ctrl-C",
     "--tracking.use": "needs wandb and tensorboardX",
     "parallel.policy fsdp": "needs several ranks, and minutes",
     "train.toml": "what tlt init own has written",
