@@ -121,13 +121,35 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 @dataclass(frozen=True)
+class TurnsRecord:
+    """The part of environments in a step; defaults: responses of one turn.
+
+    per_response: mean number of the policy's turns.
+    given_tokens: tokens that environments said.
+    num_calls: calls of tools.
+    num_errors: calls that failed.
+    num_timeouts: calls that failed by time-out.
+    wait_seconds: time in which responses waited for their environment, summed.
+    out_of_turns_share: share of responses that reached environment.max_turns.
+    """
+
+    per_response: float = 1.0
+    given_tokens: int = 0
+    num_calls: int = 0
+    num_errors: int = 0
+    num_timeouts: int = 0
+    wait_seconds: float = 0.0
+    out_of_turns_share: float = 0.0
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """The rollout of a step. Groups that dynamic sampling discarded are included.
 
     seconds: duration of the rollout phase.
     num_responses: responses of all ranks.
     num_tokens: response tokens of all ranks.
-    response_tokens: lengths of the responses.
+    response_tokens: lengths of the responses, without what an environment said.
     truncated_share: share of responses that reached their token limit.
     tokens_per_second: response tokens per second; NaN: some were recalled, so there is no rate.
     recalled_tokens: tokens of an earlier attempt, read from the journal.
@@ -169,6 +191,7 @@ class RolloutRecord:
     groups_discarded: int = 0
     resample_rounds: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
+    turns: TurnsRecord = field(default_factory=TurnsRecord)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "turns"]
+"""turns: the environment has no further turn (`environment.max_turns`)."""
 Purpose = Literal["rollout", "evaluation", "generate"]
 ResponseId = tuple[str, int]
 """(problem id, sample index): unique within a step."""
@@ -115,12 +116,51 @@ def read_routes(text: str | None) -> bytes | None:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The part of an environment in a response of several turns.
+
+    given: stretches [first, end) of the response's tokens that the environment said, in order; the policy
+        drew the others.
+    messages: the turns before the last one of the policy, as chat messages.
+    state: the environment after them, opaque outside its workers; "": none.
+    num_calls, num_errors, num_timeouts: calls of tools; those that failed; those of them by time-out.
+    seconds: time in which the response waited for its environment.
+    reward: the environment's own; None: it gives none, or not yet.
+    failure: why the environment could not go on, or give its reward; then the response has no score.
+    """
+
+    given: tuple[tuple[int, int], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    state: str = ""
+    num_calls: int = 0
+    num_errors: int = 0
+    num_timeouts: int = 0
+    seconds: float = 0.0
+    reward: float | None = None
+    failure: str = ""
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens of the response before the turn that the policy writes now."""
+        return self.given[-1][1] if self.given else 0
+
+    @staticmethod
+    def read(value: Mapping[str, Any] | None) -> Turns | None:
+        """From JSON."""
+        if value is None:
+            return None
+        given = tuple((first, end) for first, end in value["given"])
+        return Turns(**{**value, "given": given, "messages": tuple(value["messages"])})
+
+
+@dataclass(frozen=True)
 class Request:
     """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
 
     token_ids, logprobs, drafts: the response so far, if another engine with the same policy began it. It
         goes on as it would have there: its tokens depend on the other fields alone.
     routes: with which they were drawn, as in `Rollout`, the prompt's first on; None: not recorded.
+    turns: None: a response of one turn.
     """
 
     problem_id: str
@@ -133,6 +173,7 @@ class Request:
     logprobs: tuple[float, ...] = ()
     drafts: Drafts = ()
     routes: bytes | None = None
+    turns: Turns | None = None
 
     @cached_property
     def noise_key(self) -> NoiseKey:
@@ -165,6 +206,29 @@ class Rollout:
     policy_version: int
     drafts: Drafts = None
     routes: bytes | None = None
+    turns: Turns | None = None
+
+    @cached_property
+    def drawn(self) -> Sequence[int]:
+        """Places of the policy's own tokens in `token_ids`: what it learns from, and all that counts as its
+        length."""
+        places = range(len(self.token_ids))
+        given = () if self.turns is None else self.turns.given
+        if not given:
+            return places
+        said = {place for first, end in given for place in range(first, end)}
+        return [place for place in places if place not in said]
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The tokens of the policy's last turn."""
+        return self.token_ids[0 if self.turns is None else self.turns.num_settled :]
+
+
+def num_drawn(response: Request | Rollout) -> int:
+    """Tokens of the policy's own."""
+    given = () if response.turns is None else response.turns.given
+    return len(response.token_ids) - sum(end - first for first, end in given)
 
 
 def id_of(response: Request | Rollout | Response) -> ResponseId:

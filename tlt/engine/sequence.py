@@ -45,8 +45,10 @@ class Sequence:
         one."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
         drafts = None if request.drafts is None else [*request.drafts]
-        sequence = Sequence(request, max_tokens, [*request.prompt_ids], drafts=drafts)
-        sequence.extend(request.token_ids, request.logprobs)
+        settled = request.token_ids[: _num_settled(request)]
+        sequence = Sequence(request, max_tokens, [*request.prompt_ids, *settled], drafts=drafts)
+        sequence.logprobs += request.logprobs[: len(settled)]
+        sequence.extend(request.token_ids[len(settled) :], request.logprobs[len(settled) :])
         has_tokens = request.token_ids and sequence.finish_reason != "stop"
         if has_tokens and decode is not None and sequence._says_stop(decode, len(sequence.tokens)):
             sequence.finish_reason = "stop"
@@ -145,7 +147,8 @@ class Sequence:
         if not (stop := self.request.params.stop):
             return False
         num_bytes = max(len(text.encode()) for text in stop)
-        first, reach = len(self.request.prompt_ids), num - 1 + num_bytes + _SPARE_TOKENS
+        first = len(self.request.prompt_ids) + _num_settled(self.request)
+        reach = num - 1 + num_bytes + _SPARE_TOKENS
         while True:
             begin = max(first, end - reach)
             latest = decode(self.tokens[begin:end])
@@ -175,6 +178,7 @@ class Sequence:
             policy_version=policy_version,
             drafts=self.recorded_drafts,
             routes=self._recorded_routes(),
+            turns=request.turns,
         )
 
     def _recorded_routes(self) -> bytes | None:
@@ -183,6 +187,11 @@ class Sequence:
             return None
         rows = torch.cat(self.routes)[: self.num_cached - self.routed_from].to("cpu", torch.uint8)
         return rows.numpy().tobytes()
+
+
+def _num_settled(request: Request) -> int:
+    """Tokens of earlier turns, in which nothing ends the response."""
+    return 0 if request.turns is None else request.turns.num_settled
 
 
 def check_request(request: Request, window: int, decodes: bool) -> None:

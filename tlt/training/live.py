@@ -31,6 +31,7 @@ from tlt.base.types import (
     Reward,
     Rollout,
     SamplingParams,
+    Turns,
     UserError,
     checked,
     id_of,
@@ -261,6 +262,7 @@ class Unscored:
         text: str,
         token_ids: Sequence[int],
         step: int,
+        turns: Turns | None = None,
     ) -> None:
         self._ids.append(response_id)
 

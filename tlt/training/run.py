@@ -22,10 +22,11 @@ from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.training.build.data import read_data
+from tlt.training.build.environment import build_environments
 from tlt.training.build.files import Attempt, open_files
 from tlt.training.build.models import build_models
 from tlt.training.build.policy import master_dtype, reward_spec, saved_dtype
-from tlt.training.build.problems import check_same_problems
+from tlt.training.build.problems import chat_format, check_same_problems
 from tlt.training.build.world import layout_of
 from tlt.training.launch.signals import STOPPING
 from tlt.training.ranks.sharding import FullTensors, full_tensor
@@ -141,7 +142,9 @@ class Run:
         self.files = open_files(config, world, self.data, attempt, checkpoints, self.timeline, say)
         rewards = config.rewards
         self.scorers = RewardPool(reward_spec(config), rewards.num_workers, rewards.timeout_seconds)
-        sinks = Sinks(self.scorers, self.data.decode, self.files.journal)
+        chat, window = chat_format(config), model.config.max_positions
+        self.environments = build_environments(config, model.tokenizer, chat, window)
+        sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.environments)
         queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
@@ -247,6 +250,7 @@ class Run:
         if self.files.metrics is not None:
             self.files.metrics.close()
         self.scorers.close()
+        self.environments.close()
         self.files.journal.close()
         self.tracking.finish()
         self._leave()

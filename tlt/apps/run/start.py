@@ -18,6 +18,7 @@ from tlt.apps.plan.fit import refuse
 from tlt.apps.plan.sizes import PlannedRun, short_count
 from tlt.base.clock import Moment
 from tlt.base.config.drafter import check_served
+from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.schema import Config
 from tlt.base.io.hub import Repository, pin_dataset, pin_model
 from tlt.base.io.plugins import without_folder
@@ -295,6 +296,7 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         "model": f"{name}: {model.architecture}, {short_count(num_parameters)} parameters" + start,
         "task": f"{task}: {num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
+        **({"environment": describe_environment(config.environment)} if config.environment.is_used else {}),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{ranks.number} on {device.name} ({'; '.join(why)}), {run.dtype}",
         "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
@@ -304,6 +306,13 @@ def header_rows(config: Config, findings: Findings, ranks: RankChoice) -> dict[s
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def describe_environment(section: EnvironmentSection) -> str:
+    factories = [section.factory] if section.factory else section.factories.values()
+    names = [*section.tools, *factories, *([section.respond] if section.respond else [])]
+    called = ", ".join(map(without_folder, names))
+    return f"{called}; at most {section.max_turns} turns, {section.tool_timeout_seconds:g} s a call"
 
 
 def describe_rows(config: Config) -> str:

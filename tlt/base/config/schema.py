@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tlt.base.config.algorithm import AlgorithmSection
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.engine import DecoderSection, DeviceSection
+from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.lora import LoraSection
 from tlt.base.config.mistakes import mistake, validate
 from tlt.base.config.rewards import RewardsSection
@@ -266,6 +267,7 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
+    environment: EnvironmentSection = EnvironmentSection()
     rewards: RewardsSection = RewardsSection()
     tracking: TrackingSection = TrackingSection()
 
@@ -298,10 +300,14 @@ class Config(Section):
         if rollout.router_replay and rollout.engine == "vllm":
             what = "rollout.router_replay is true, but engine vllm tells no routes"
             yield f"{what}: set it to false, or rollout.engine to tlt"
+        if self.environment.is_used and rollout.router_replay:
+            what = "rollout.router_replay is true, but routes of several turns are not kept"
+            yield f"{what}: set it to false"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"
-        if task.name == "data" and not set(self.rewards.functions) - {"task"}:
+        may_give = self.environment.factory or self.environment.factories  # get_reward()
+        if task.name == "data" and not set(self.rewards.functions) - {"task"} and not may_give:
             what = "task.name is 'data' (the default), which scores nothing"
             yield f"{what}: give a task.name, or rewards.functions"
         if not self.run.num_steps and not evaluation.num_problems:

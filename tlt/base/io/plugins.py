@@ -25,7 +25,13 @@ MAX_MESSAGE = 300
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages")
 _HERE = Path(__file__).parents[2]
-_CALLERS = (__file__, *(str(_HERE / part) for part in ("tasks/base.py", "tasks/rewards", "training/report")))
+_CALLERS = (
+    __file__,
+    *(
+        str(_HERE / part)
+        for part in ("tasks/base.py", "tasks/rewards", "tasks/environments", "training/report")
+    ),
+)
 """Files that call the user's code, skipped in a search for the user's mistake."""
 
 

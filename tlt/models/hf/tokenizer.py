@@ -107,9 +107,26 @@ class Tokenizer:
         self._limited("tlt.models.hf.template:find_variables", text)  # finds syntax errors
         return ChatTemplate(text, dict(self.hf.special_tokens_map))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+        opens_turn: bool = False,
+    ) -> str:
+        """TemplateRefusal. See `ChatTemplate.render`."""
         function = "tlt.models.hf.template:ChatTemplate.render"
-        return str(self._limited(function, self.read_template(), messages, {}, opens_turn=False))
+        template = self.read_template()
+        return str(self._limited(function, template, messages, variables or {}, day, opens_turn=opens_turn))
+
+    def without_control(self, text: str) -> str:
+        """What an environment says cannot end a turn or begin one: a special token of the template is broken
+        up by a space."""
+        return self._control.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", text)
+
+    def encode_as_it_is(self, text: str) -> tuple[int, ...]:
+        """Without the special tokens of a beginning. What the tokenizer has no token for is left out."""
+        return tuple(self.backend.encode(text, add_special_tokens=False).ids)
 
     def _limited(self, function: str, *arguments: Any, place: str = "", **options: Any) -> Any:
         """UserError if the template takes too much time or memory."""

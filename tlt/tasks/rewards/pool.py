@@ -17,16 +17,17 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.base.records import RewardSummary
-from tlt.base.types import ResponseId, Reward, UserError
+from tlt.base.types import ResponseId, Reward, Turns, UserError
 from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, RewardSpec, Scorer
-from tlt.tasks.rewards.worker import Worker, WorkerLost
+from tlt.tasks.rewards.worker import start_worker
+from tlt.tasks.workers import CannotStart, Closed, Place, Worker, WorkerLost
 
 MAX_LOST_WITH = 2
 """After as many workers lost over a call its responses have no score."""
@@ -134,17 +135,21 @@ class RewardPool:
         text: str,
         token_ids: Sequence[int] = (),
         step: int = 0,
+        turns: Turns | None = None,
     ) -> None:
         """Queues a response for its task's own score.
 
+        text, token_ids: of the policy's last turn, behind `turns`.
         step: updates behind the policy that wrote it.
         """
         assert not self._is_closed, "the pool is closed"
         assert response_id not in self._pending, f"{response_id} was submitted twice"
-        response = Completion(dict(problem), text, tuple(token_ids), step)
+        response = Completion(dict(problem), text, tuple(token_ids), step, turns)
         self._pending[response_id] = Pending(response)
         if self._scorer.scores_alone:
             self._queue(Job((response_id,), Call((response,), False)))
+        elif not self.by_group:  # its environment has scored it
+            self._done.put((Job((response_id,), Call((response,), False)), [Reward(0.0, False)]))
 
     def complete(self, group: Sequence[ResponseId]) -> None:
         """Queues a submitted group for the reward functions, if any."""
@@ -240,27 +245,31 @@ class RewardPool:
             else:
                 pending.own = result[number]
             num_known = sum(part is not None for part in (pending.own, pending.of_functions))
-            if num_known == self.by_group + self._scorer.scores_alone:
+            if num_known >= self.by_group + self._scorer.scores_alone:
                 del self._pending[response_id]
-                rewards[response_id] = self._scorer.combine(pending.own, pending.of_functions)
+                own = pending.own if self._scorer.scores_alone else None
+                rewards[response_id] = self._scorer.combine(own, pending.of_functions, response)
         return rewards
 
     def _serve(self) -> None:
-        place = _Place(self._start)
+        place = Place(self._start)
         while (job := self._jobs.get()) is not None:
             try:
                 result: list[Reward] | Exception = self._answer(job.call, place)
-            except _Closed:
+            except Closed:
                 return
             except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
                 result = error
             self._done.put((job, result))
 
-    def _answer(self, call: Call, place: _Place) -> list[Reward]:
+    def _answer(self, call: Call, place: Place) -> list[Reward]:
         lost_with = lost_before = 0
         while True:
             try:
-                return place.answer(call, self.timeout_seconds * len(call.responses))
+                rewards: list[Reward] = place.answer(call, self.timeout_seconds * len(call.responses))
+                return rewards
+            except CannotStart as error:
+                return call.refused(str(error))
             except OSError as error:  # the system has no room for a process; the next call tries again
                 return call.refused(f"no worker could be started: {error}")
             except WorkerLost as loss:
@@ -275,36 +284,7 @@ class RewardPool:
     def _start(self) -> Worker:
         with self._lock:
             if self._is_closed:
-                raise _Closed
-            worker = Worker(self.spec)
+                raise Closed
+            worker = start_worker(self.spec)
             self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
             return worker
-
-
-class _Closed(Exception):
-    """The pool is closed."""
-
-
-class _Place:
-    """A thread's worker, started ahead of its first call and replaced when killed.
-
-    The first death starts a spare: a task that imports much takes longer to start than to score.
-    """
-
-    def __init__(self, start: Callable[[], Worker]) -> None:
-        self._start = start
-        self._worker = self._start_ahead()
-        self._spare: Worker | None = None
-
-    def answer(self, call: Call, timeout_seconds: float) -> list[Reward]:
-        worker = self._worker = self._worker or self._start()
-        try:
-            return worker.answer(call, timeout_seconds)
-        finally:
-            if worker.is_killed:
-                self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
-
-    def _start_ahead(self) -> Worker | None:
-        with contextlib.suppress(OSError, _Closed):  # the next call then starts it, and has the error
-            return self._start()
-        return None

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tlt.base.io.plugins import describe, get_object
 from tlt.base.io.secrets import hide
 from tlt.base.io.text import visible
-from tlt.base.types import Reward, UserError
+from tlt.base.types import Reward, Turns, UserError
 from tlt.tasks.base import Task, get_task, warm_up
 
 if TYPE_CHECKING:
     import asyncio
 
 OWN_SCORE = "task"
+OF_ENVIRONMENT = "environment"
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 """The first key that a problem has becomes the argument `prompts`."""
@@ -53,6 +54,8 @@ class RewardSpec:
     solved_at: float = 1.0
     """Least reward of a solved response where the task's own score does not count."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    environment: bool = False
+    """Whether environments give rewards: alone, or beside the functions, with weight 1."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Completion:
     token_ids: tuple[int, ...] = ()
     step: int = 0
     """Updates behind the policy that wrote it."""
+    turns: Turns | None = None
+    """Those before it, `text` being the last."""
 
 
 class Call(NamedTuple):
@@ -132,7 +137,7 @@ class Scorer:
 
     @property
     def scores_alone(self) -> bool:
-        return not self.spec.functions or self.own_weight is not None
+        return (not self.spec.functions and not self.spec.environment) or self.own_weight is not None
 
     @property
     def by_group(self) -> bool:
@@ -160,21 +165,30 @@ class Scorer:
         except BaseException as error:  # from the user's code, or from a value that it returned
             return [_unscored(response, error) for response in call.responses]
 
-    def combine(self, alone: Reward | None, together: Reward | None) -> Reward:
+    def combine(
+        self, alone: Reward | None, together: Reward | None, response: Completion | None = None
+    ) -> Reward:
         """Joins a response's parts.
 
         alone: the task's own score; None: it does not count.
         together: the functions' weighted sum; None: there are none.
+        response: of which an environment may have given a reward.
         """
+        turns = None if response is None else response.turns
+        if response is not None and turns is not None and turns.failure:
+            return Reward(0.0, False, f"environment: {turns.failure}", task=_task_of(response))
         found = [part for part in (together, alone) if part is not None]
         failed = next((part for part in found if part.error), None)
-        if failed is not None or not self.spec.functions:
+        if failed is not None or (not self.spec.functions and not self.spec.environment):
             return failed or found[0]
-        total, parts, task = 0.0, dict[str, float](), found[0].task
+        task = found[0].task if response is None else _task_of(response)
+        total, parts = 0.0, dict[str, float]()
         if together is not None:
             total, parts = together.value, dict(together.parts)
         if alone is not None and self.own_weight is not None:
             total, parts[OWN_SCORE] = total + self.own_weight * alone.value, alone.value
+        if turns is not None and turns.reward is not None:
+            total, parts[OF_ENVIRONMENT] = total + turns.reward, turns.reward
         if not parts:
             return Reward(0.0, False, "not applicable: every reward function returned None", task=task)
         try:
@@ -282,7 +296,7 @@ def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[
     return {
         **{key: [problem.get(key) for problem in problems] for key in columns},
         "prompts": prompts,
-        "completions": [_completion(prompt, one.text) for prompt, one in zip(prompts, group, strict=True)],
+        "completions": [_completion(prompt, one) for prompt, one in zip(prompts, group, strict=True)],
         "completion_ids": [list(response.token_ids) for response in group],
         "trainer_state": TrainerState(group[0].step),
         "log_metric": lambda name, value: _log_metric(logged, name, value),
@@ -294,10 +308,12 @@ def _prompt_of(problem: Mapping[str, Any]) -> Any:
     return next((problem[key] for key in PROMPT_KEYS if problem.get(key) is not None), None)
 
 
-def _completion(prompt: Any, text: str) -> Any:
-    """As TRL gives it: a message in a conversation, else text."""
+def _completion(prompt: Any, response: Completion) -> Any:
+    """As TRL gives it: messages in a conversation, else text."""
     is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    return [{"role": "assistant", "content": text}] if is_chat else text
+    before = () if response.turns is None else response.turns.messages
+    said = [*map(dict, before), {"role": "assistant", "content": response.text}]
+    return said if is_chat or before else response.text
 
 
 def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:

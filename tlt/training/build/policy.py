@@ -18,6 +18,7 @@ from tlt.models.new import new_target, new_transformer
 from tlt.models.packed import layer_by_layer
 from tlt.models.target import Target
 from tlt.tasks.rewards.scoring import RewardSpec
+from tlt.training.build.environment import gives_reward
 from tlt.training.ranks.sharding import FullTensors, fill, mesh_of, shard
 from tlt.training.ranks.world import World
 from tlt.training.update.update import PolicyTrainer
@@ -81,7 +82,12 @@ def _copy_of_start(config: Config, model: Model, like: Target) -> Target:
 def reward_spec(config: Config) -> RewardSpec:
     rewards = config.rewards
     return RewardSpec(
-        config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options
+        config.task.name,
+        rewards.functions,
+        rewards.weights,
+        rewards.solved_at,
+        config.task.options,
+        gives_reward(config.environment),
     )
 
 

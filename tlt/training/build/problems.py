@@ -18,6 +18,7 @@ from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
 from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records
+from tlt.training.build.environment import check_turns, with_environment
 from tlt.training.ranks.world import World, broadcast_json, refuse_together
 from tlt.training.saved.encoded import NAMES, Encoded, key_of, read_encoded
 from tlt.training.saved.inputs import digest_of_problems
@@ -44,7 +45,9 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
 def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int) -> ReadProblems:
     """Raises UserError for a prompt that the model cannot read, and for fewer problems than a step takes.
     split: "train" or "test"."""
-    records, chat = _records(config, split), chat_format(config)
+    given, chat = _records(config, split), chat_format(config)
+    records = with_environment(config.environment, given)
+    check_turns(config.environment, given, tokenizer, chat)
     longest, vocab_size = config.task.max_prompt_tokens, tokenizer.vocab_size
     key = key_of(records, chat, longest, tokenizer.path)
     known = read_encoded(config.run.out_dir / NAMES[split], key)
@@ -70,21 +73,27 @@ def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int)
             f"{f' ({told[0]})' if len(prompts) < len(records) else ''};"
             f" give more, or lower rollout.problems_per_step, which is {per_step}"
         )
-    problems = [Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, tokenizer)) for prompt in prompts]
+    row_of = {id(shown): row for (_, shown), (_, row) in zip(records, given, strict=True)}
+    problems = [
+        Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, row_of[id(prompt.record)], tokenizer))
+        for prompt in prompts
+    ]
     where = "" if split == "train" else "evaluation: "
     return ReadProblems(problems, known, tuple(where + line for line in told))
 
 
-def _data(prompt: EncodedPrompt, tokenizer: Tokenizer) -> Record:
+def _data(prompt: EncodedPrompt, row: Record, tokenizer: Tokenizer) -> Record:
     """in_thought: the prompt has opened a thought; a response that does not close it gives no answer."""
     in_thought = {"in_thought": True} if tokenizer.is_in_thought(prompt.prompt_ids) else {}
-    return {"problem_id": prompt.problem_id, **prompt.record, **in_thought}
+    return {"problem_id": prompt.problem_id, **row, **in_thought}
 
 
 def chat_format(config: Config) -> ChatFormat:
     task = config.task
     day = None if task.date is None else datetime.date.fromisoformat(task.date)
-    return ChatFormat(task.chat, task.system_prompt, config.model.chat_template_kwargs, day)
+    return ChatFormat(
+        task.chat or config.environment.is_used, task.system_prompt, config.model.chat_template_kwargs, day
+    )
 
 
 def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:

@@ -21,7 +21,7 @@ from itertools import chain
 
 from tlt.base.records import IdleUse, TimedStep
 from tlt.base.spans import SpanName
-from tlt.base.types import Problem, Purpose, Request, SamplingParams, id_of, in_order
+from tlt.base.types import Finished, Problem, Purpose, Request, SamplingParams, id_of, in_order
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.training.ranks.world import World, any_rank, gather_objects
@@ -165,6 +165,8 @@ class RolloutPhase:
             (group_request.problem for group_request in group_requests), requests, self.sinks, training
         )
         ended.recall(recalled, self.world.rank, self.world.world_size)
+        problems = [group_request.problem for group_request in group_requests]
+        self.sinks.environments.begin(problems, recalled.requests, self.sinks.journal)
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
         self.queue.life.tells = lambda: progress_of(*parts).encode()
@@ -175,6 +177,7 @@ class RolloutPhase:
             self.engine.abort()
             self.queue.abandon()
             self.sinks.scorers.abandon()
+            self.sinks.environments.abandon()
             training.abandon()
             first = requests[0][0]
             is_step = first.purpose == "rollout"
@@ -230,7 +233,11 @@ class RolloutPhase:
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         looks_for_units = True
+        environments = self.sinks.environments
         while not self.should_stop():
+            continued, whole = environments.collect()
+            self.engine.add(continued)
+            self._keep(whole, work, ended)
             if looks_for_units and (room := self._room(work.unit_size)):
                 taken = work.take(room)
                 looks_for_units = bool(taken)
@@ -243,9 +250,7 @@ class RolloutPhase:
                 last_token = self.timeline.clock()
                 if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
                     steps.append(latest)
-                for one in finished:
-                    ended.add(one)
-                    work.finish(id_of(one.rollout))
+                self._keep([one for one in finished if not environments.take(one)], work, ended)
                 ended.collect()
                 self.sinks.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
@@ -263,6 +268,11 @@ class RolloutPhase:
         idle_time.leave()
         return last_token, steps
 
+    def _keep(self, whole: Sequence[Finished], work: ReplicaWork, ended: FinishedResponses) -> None:
+        for one in whole:
+            ended.add(one)
+            work.finish(id_of(one.rollout))
+
     def build_idle_time(self, idle_work: IdleWork, training: DrafterTraining) -> IdleTime:
         return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
 
@@ -270,5 +280,8 @@ class RolloutPhase:
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Offers help to busy replicas until True."""
-        return self.should_stop() or self.queue.has_news(offers_help=True)
+        """Offers help to busy replicas until True, unless responses wait here for their next turn."""
+        environments = self.sinks.environments
+        if self.should_stop() or environments.has_news:
+            return True
+        return self.queue.has_news(offers_help=not environments.is_waiting)

@@ -4,6 +4,7 @@ Scorers           score responses, in processes (tasks/rewards/pool.py)
 Journal           keeps responses and rewards on disk (training/saved/journal.py)
 DrafterTraining   trains and measures the drafter (watched_drafter.py)
 Ahead             generates the next steps' responses in idle time (ahead.py)
+Environments      answer the policy's turns, in processes (conversations.py)
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.base.records import AheadReport, DrafterCheck, DrafterReport
-from tlt.base.types import Finished, NoiseKey, Request, ResponseId, Reward, Rollout
+from tlt.base.types import (
+    Finished,
+    NoiseKey,
+    Problem,
+    Request,
+    ResponseId,
+    Reward,
+    Rollout,
+    Turns,
+    num_drawn,
+)
 from tlt.engine.backend import Unfinished
 from tlt.training.rollout.ahead_queue import AheadQueue
 
@@ -34,8 +45,14 @@ class Scorers(Protocol):
         text: str,
         token_ids: Sequence[int],
         step: int,
+        turns: Turns | None = None,
     ) -> None:
-        """Returns at once. step: policy updates before the policy that wrote the response."""
+        """Returns at once.
+
+        text, token_ids: of the policy's last turn.
+        step: policy updates before the policy that wrote the response.
+        turns: the turns before, and the environment's own reward.
+        """
 
     def complete(self, group: Sequence[ResponseId]) -> None:
         """Call it when all responses of a group were submitted; reward functions see them in this order."""
@@ -63,8 +80,8 @@ class Recalled:
 
     @property
     def num_tokens(self) -> int:
-        running = sum(len(request.token_ids) for unit in self.requests for request in unit)
-        return running + sum(len(rollout.token_ids) for rollout in self.rollouts)
+        running = sum(num_drawn(request) for unit in self.requests for request in unit)
+        return running + sum(map(num_drawn, self.rollouts))
 
 
 class Journal:
@@ -77,9 +94,45 @@ class Journal:
     def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
         """Call it after every engine step. at_once: writes every new token now."""
 
+    def note_turn(self, request: Request) -> None:
+        """Writes every new token now, and what the environment said. A result that is written is never
+        asked again."""
+
     def note_finished(self, rollout: Rollout) -> None: ...
 
     def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Environments:
+    """Responses between two turns. They have left the engine, whose slots serve others, and come back as
+    requests with what the environment said. This base has no environment: every response is whole."""
+
+    def begin(
+        self, problems: Iterable[Problem], requests: Iterable[Sequence[Request]], journal: Journal
+    ) -> None:
+        """Of a round."""
+
+    def take(self, finished: Finished) -> bool:
+        """Whether the response waits for its environment; else it has ended."""
+        return False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether responses of this replica are between two turns."""
+        return False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `collect` would return anything."""
+        return False
+
+    def collect(self) -> tuple[list[Request], list[Finished]]:
+        """(responses that go on, responses that their environment ended), without waiting."""
+        return [], []
+
+    def abandon(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -90,6 +143,7 @@ class Sinks:
     decode: Callable[[Sequence[int]], str]
     """Response tokens → the text that is scored."""
     journal: Journal = field(default_factory=Journal)
+    environments: Environments = field(default_factory=Environments)
 
 
 class DrafterTraining:

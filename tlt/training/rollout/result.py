@@ -16,6 +16,7 @@ from tlt.base.records import (
     IdleUse,
     LengthStats,
     RolloutRecord,
+    TurnsRecord,
 )
 from tlt.base.types import ResponseId, Reward, Rollout
 from tlt.engine.stats import EngineStats
@@ -149,7 +150,7 @@ class PhaseResult:
         return total
 
     def rollout_record(self) -> RolloutRecord:
-        lengths, stats = [len(rollout.token_ids) for rollout in self.rollouts], self.stats
+        lengths, stats = [len(rollout.drawn) for rollout in self.rollouts], self.stats
         return RolloutRecord(
             seconds=self.seconds,
             num_responses=len(lengths),
@@ -170,6 +171,7 @@ class PhaseResult:
             groups_sampled=len(self.groups),
             groups_discarded=len(self.groups) - len(self.kept),
             resample_rounds=self.num_rounds - 1,
+            turns=turns_record(self.rollouts),
             followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda of: (len(of[0]), of[0]))),
         )
 
@@ -196,6 +198,20 @@ class PhaseResult:
             ahead_seconds=sum(replica.ahead.seconds for replica in self.replicas),
             ahead_tokens=sum(replica.ahead.num_tokens for replica in self.replicas),
         )
+
+
+def turns_record(rollouts: Sequence[Rollout]) -> TurnsRecord:
+    turns = [rollout.turns for rollout in rollouts if rollout.turns is not None]
+    num = len(rollouts)
+    return TurnsRecord(
+        per_response=sum(len(one.given) for one in turns) / num + 1,
+        given_tokens=sum(end - first for one in turns for first, end in one.given),
+        num_calls=sum(one.num_calls for one in turns),
+        num_errors=sum(one.num_errors for one in turns),
+        num_timeouts=sum(one.num_timeouts for one in turns),
+        wait_seconds=sum(one.seconds for one in turns),
+        out_of_turns_share=sum(rollout.finish_reason == "turns" for rollout in rollouts) / num,
+    )
 
 
 def _number(value: float | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 
 from tlt.base.types import (
@@ -15,6 +15,7 @@ from tlt.base.types import (
     ResponseId,
     Reward,
     Rollout,
+    Turns,
     id_of,
     read_drafts,
     read_routes,
@@ -81,10 +82,11 @@ class ReplicaWork:
     def _pack(self, request: Request) -> bytes:
         """Every replica knows the phase's requests. JSON keeps floats exactly."""
         so_far = request.token_ids, request.logprobs, request.drafts, write_routes(request.routes)
-        return json.dumps([*id_of(request), *so_far]).encode()
+        turns = None if request.turns is None else asdict(request.turns)
+        return json.dumps([*id_of(request), *so_far, turns]).encode()
 
     def _unpack(self, part: bytes) -> Request:
-        problem_id, sample_index, token_ids, logprobs, drafts, routes = json.loads(part)
+        problem_id, sample_index, token_ids, logprobs, drafts, routes, turns = json.loads(part)
         request = self._request_of[problem_id, sample_index]
         return replace(
             request,
@@ -92,6 +94,7 @@ class ReplicaWork:
             logprobs=tuple(logprobs),
             drafts=read_drafts(drafts),
             routes=read_routes(routes),
+            turns=Turns.read(turns),
         )
 
 
@@ -147,9 +150,9 @@ class FinishedResponses:
 
     def _submit(self, rollout: Rollout) -> None:
         self.journal.note_finished(rollout)
-        response_id, text = id_of(rollout), self.decode(rollout.token_ids)
-        data = self._data_of[rollout.problem_id]
-        self.scorers.submit(response_id, data, text, rollout.token_ids, rollout.policy_version)
+        response_id, token_ids = id_of(rollout), rollout.last_turn
+        data, text = self._data_of[rollout.problem_id], self.decode(token_ids)
+        self.scorers.submit(response_id, data, text, token_ids, rollout.policy_version, rollout.turns)
         if self.scorers.by_group:
             group = self._group_of[response_id]
             self.divided[response_id] = rollout

@@ -201,6 +201,9 @@ def _names_of(config: Config) -> Iterator[str]:
     """Includes a mixture's parts."""
     yield config.task.name
     yield from config.rewards.functions
+    environment = config.environment
+    yield from (*environment.tools, *environment.factories.values())
+    yield from filter(None, (environment.factory, environment.respond))
     for part in config.task.options.get("tasks", ()):
         if isinstance(part, Mapping) and isinstance(name := part.get("name"), str):
             yield name

@@ -34,6 +34,7 @@ from tlt.base.types import (
     ResponseId,
     Reward,
     Rollout,
+    Turns,
     id_of,
     read_drafts,
     read_routes,
@@ -98,17 +99,28 @@ class FileJournal(Journal):
         if self._num_steps % _STEPS and not at_once:
             return
         for response in responses:
-            response_id = id_of(response.request)
-            first = self._written.get(response_id, 0)
+            first = self._written.get(id_of(response.request), 0)
             if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
-                so_far = response.to_request()
-                stretch = so_far.token_ids[first:], so_far.logprobs[first:]
-                prompt, drafts = fingerprint(so_far.prompt_ids), so_far.drafts
-                drafts = None if drafts is None else tuple(one for one in drafts if one.place >= first)
-                routes = _routes_from(first, so_far)
-                about: dict[str, Any] = {"prompt": prompt, "drafts": drafts, "routes": routes}
-                self._append("part", response_id, *stretch, first=first, **about)
-                self._written[response_id] = response.num_tokens
+                self.note_turn(response.to_request())
+
+    def note_turn(self, request: Request) -> None:
+        """Nothing of an environment with a state, which is a pickle, and none is read from a file: after a
+        death such a response begins anew."""
+        if request.turns is not None and request.turns.state:
+            return
+        response_id = id_of(request)
+        first = self._written.get(response_id, 0)
+        drafts = request.drafts
+        drafts = None if drafts is None else tuple(one for one in drafts if one.place >= first)
+        about: dict[str, Any] = {
+            "prompt": fingerprint(request.prompt_ids),
+            "drafts": drafts,
+            "routes": _routes_from(first, request),
+            "turns": _write_turns(request.turns),
+        }
+        stretch = request.token_ids[first:], request.logprobs[first:]
+        self._append("part", response_id, *stretch, first=first, **about)
+        self._written[response_id] = len(request.token_ids)
 
     def note_finished(self, rollout: Rollout) -> None:
         prompt = fingerprint(rollout.prompt_ids)
@@ -117,6 +129,7 @@ class FileJournal(Journal):
             "version": rollout.policy_version,
             "drafts": rollout.drafts,
             "routes": write_routes(rollout.routes),
+            "turns": _write_turns(rollout.turns),
         }
         self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
@@ -181,6 +194,10 @@ def _routes_from(first: int, so_far: Request) -> list[str] | None:
     num_prompt = len(so_far.prompt_ids)
     width = len(routes) // (num_prompt + len(so_far.token_ids) - 1)
     return [b64encode(routes[width * (num_prompt + first - 1) if first else 0 :]).decode()]
+
+
+def _write_turns(turns: Turns | None) -> dict[str, Any] | None:
+    return None if turns is None else asdict(replace(turns, state=""))
 
 
 def fingerprint(prompt_ids: tuple[int, ...]) -> int:
@@ -271,7 +288,8 @@ def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]
             tokens, numbers = before.tokens + record.tokens, before.numbers + record.numbers
             names = "drafts", "routes"
             joined = {name: _joined(before.about.get(name), record.about.get(name)) for name in names}
-            known[place] = JournalRecord({**before.about, **joined}, tokens, numbers)
+            about = {**before.about, **joined, "turns": record.about.get("turns")}
+            known[place] = JournalRecord(about, tokens, numbers)
     best: dict[ResponseId, JournalRecord] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
@@ -305,9 +323,9 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                 drafts = read_drafts(record.about["drafts"])
                 parts = record.about.get("routes")
                 routes = None if parts is None else b"".join(map(b64decode, parts))
-                unit.append(
-                    replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts, routes=routes)
-                )
+                turns = Turns.read(record.about.get("turns"))
+                so_far = replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts, routes=routes)
+                unit.append(replace(so_far, turns=turns))
             else:
                 rollouts.append(
                     Rollout(
@@ -320,6 +338,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                         record.about["version"],
                         read_drafts(record.about["drafts"]),
                         routes=read_routes(record.about.get("routes")),
+                        turns=Turns.read(record.about.get("turns")),
                     )
                 )
                 if "reward" in record.about:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -121,6 +122,8 @@ class KeptResponses:
             line["in_thought"] = True
         if rollout.drafts is not None:
             line["drafts"] = rollout.drafts
+        if rollout.turns is not None:
+            line["turns"] = {k: v for k, v in asdict(rollout.turns).items() if k != "state"}
         if reward.parts:
             line["reward_parts"] = dict(reward.parts)
         if reward.error:

@@ -89,7 +89,7 @@ def make_experiences(
     has_kl_loss = section.kl_coefficient > 0 and algorithm.kl_in == "loss"
     experiences, with_advantage = [], set()
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
-        if section.mask_truncated and rollout.finish_reason == "length":
+        if section.mask_truncated and rollout.finish_reason != "stop":
             masked = (0.0,) * len(of_tokens)
             experiences.append(Experience(rollout, masked, needs_grad=False, is_masked=True))
         else:
@@ -111,7 +111,7 @@ def _grouped(
     group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(ids))}
     group_R = torch.tensor([group_of[problem_id] for problem_id in ids])
     advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage)
-    return [(a,) * len(r.token_ids) for r, a in zip(rollouts, advantages_R.tolist(), strict=True)]
+    return [(a,) * len(r.drawn) for r, a in zip(rollouts, advantages_R.tolist(), strict=True)]
 
 
 def _whitened(
@@ -120,6 +120,6 @@ def _whitened(
     algorithm: Algorithm,
     penalties: Sequence[Tensor] | None,
 ) -> list[tuple[float, ...]]:
-    penalties = penalties or [torch.zeros(len(r.token_ids), dtype=torch.float64) for r in rollouts]
+    penalties = penalties or [torch.zeros(len(r.drawn), dtype=torch.float64) for r in rollouts]
     returns = [rewards_to_go(value, kl_T) for value, kl_T in zip(values, penalties, strict=True)]
     return [tuple(advantages_T.tolist()) for advantages_T in whitened_advantages(returns)]

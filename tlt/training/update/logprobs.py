@@ -121,19 +121,21 @@ def _pack(batch: Sequence[Experience], device: torch.device) -> _Packed:
     members = families_of(batch)
     tokens: list[int] = []
     predictors: dict[int, list[int]] = {}
+    starts: dict[int, int] = {}
     for family in members:
         tokens += batch[family[0]].rollout.prompt_ids
         end = len(tokens) - 1
         for i in family:
-            predictors[i] = [end, *range(len(tokens), len(tokens) + batch[i].num_own)]
-            tokens += batch[i].rollout.token_ids[:-1]
+            rollout, starts[i] = batch[i].rollout, len(tokens)
+            predictors[i] = [starts[i] + place - 1 if place else end for place in rollout.drawn]
+            tokens += rollout.token_ids[:-1]
     return _Packed(
         upload(tokens, device),
         members,
         [(batch[family[0]].num_prompt, [batch[i].num_own for i in family]) for family in members],
         upload([n for i in range(len(batch)) for n in predictors[i]], device),
-        upload([token for r in batch for token in r.rollout.token_ids], device),
-        {i: (places[1:] or [places[0] + 1])[0] for i, places in predictors.items()},
+        upload([r.rollout.token_ids[place] for r in batch for place in r.rollout.drawn], device),
+        starts,
     )
 
 

@@ -30,7 +30,8 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rollout.token_ids)
+        """The policy's own; what an environment said is read, but neither predicted nor learned."""
+        return len(self.rollout.drawn)
 
     @property
     def num_in_loss(self) -> int:
@@ -48,7 +49,7 @@ class Experience:
     @property
     def num_own(self) -> int:
         """Response tokens that the model reads: all but the last, which is only predicted."""
-        return self.num_tokens - 1
+        return len(self.rollout.token_ids) - 1
 
 
 @dataclass(frozen=True, eq=False)

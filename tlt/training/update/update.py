@@ -294,7 +294,9 @@ class PolicyTrainer:
         lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
             logprobs_T, entropy_T = self._logprobs(self.model, batch, routes)
-            engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
+            engine_T = logprobs_T.new_tensor(
+                [r.rollout.logprobs[n] for r in responses for n in r.rollout.drawn]
+            )
             advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
             ratio_T = importance_ratio(logprobs_T, old_T, lengths, self.algorithm.ratio)

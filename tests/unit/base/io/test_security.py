@@ -61,7 +61,9 @@ def dangers(source: str) -> list[str]:
 def test_nothing_in_the_package_unpickles_a_file_or_runs_code_that_nobody_has_named() -> None:
     modules = _modules()
     assert len(modules) > 100
-    assert {module: found for module, source in modules.items() if (found := dangers(source))} == {}
+    found = {module: found for module, source in modules.items() if (found := dangers(source))}
+    # an environment's state, over a pipe to a run's own worker; the journal keeps none
+    assert found == {"tlt.tasks.environments.environment": ["pickle"]}
 
 
 @pytest.mark.parametrize(

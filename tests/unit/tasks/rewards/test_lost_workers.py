@@ -22,7 +22,7 @@ TASK = '''
 import asyncio, os, signal, socket, sys, threading, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tlt.tasks.rewards.worker import ScoreAnswer
+from tlt.tasks.workers import Answered
 from tlt.base.types import Reward
 
 HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ def hang():
 def forge(seconds):
     """Sends in another's name what looks like an answer to the first response."""
     time.sleep(seconds)
-    Connection(os.dup(pipe())).send(ScoreAnswer(1, [Reward(-500.0, False)]))
+    Connection(os.dup(pipe())).send(Answered(1, [Reward(-500.0, False)]))
 
 def hang_up():
     with socket.socket(fileno=os.dup(pipe())) as end:
@@ -113,7 +113,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "lost_task.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("tlt.base.io.processes.MESSAGE_SECONDS", 1, raising=False)
-    monkeypatch.setattr("tlt.tasks.rewards.worker.EXIT_SECONDS", 1.0, raising=False)
+    monkeypatch.setattr("tlt.tasks.workers.EXIT_SECONDS", 1.0, raising=False)
     yield tmp_path
     sys.modules.pop("lost_task", None)
 

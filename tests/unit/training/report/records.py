@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, get_type_hints
 
-from tlt.base.records import LengthStats
+from tlt.base.records import LengthStats, TurnsRecord
 from tlt.training.report.record import StepRecord
 
 PARTS = {name: kind for name, kind in get_type_hints(StepRecord).items() if dataclasses.is_dataclass(kind)}
@@ -19,6 +19,7 @@ def record(step: int, **changes: Any) -> StepRecord:
             "strategy_speed": {"off": 200.0},
             "draft_acceptance_rate_pos": (0.8, 0.5),
             "followed_by_age": {"1": 40},
+            "turns": TurnsRecord(2.5, 100, 7, 2, 1, 3.5, 0.25),
         },
         "rewards": {
             "parts": {"task": 0.5, "brief": -0.5},

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import CONFIG, make_policy
 from tlt.base.records import DrafterReport
 from tlt.base.strategy import Strategy
-from tlt.base.types import Finished, Problem, Request, ResponseId, Reward, Rollout, SamplingParams
+from tlt.base.types import Finished, Problem, Request, ResponseId, Reward, Rollout, SamplingParams, Turns
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter, LearnedSettings
 from tlt.drafter.forms import new_model, new_packed
 from tlt.drafter.measure import DrafterCopies
@@ -57,6 +57,7 @@ class Scorers:
         text: str,
         token_ids: Sequence[int],
         step: int,
+        turns: Turns | None = None,
     ) -> None:
         self.submitted.append(response_id)
         self._done[response_id] = Reward(self.score(token_ids), True)

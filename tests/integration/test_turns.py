@@ -1,0 +1,116 @@
+"""Runs with tools whose processes are killed: they end as the run that was never disturbed, and no call is made
+again whose result was written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.left import children
+from tests.unit.models.hf.checkpoint_parts import hash_of
+from tests.unit.training.environments import parts
+from tests.unit.training.environments.test_turns import configure, tokens_of
+from tlt.base.types import ResponseId
+from tlt.training.saved.journal_file import read_record, read_records
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)
+NUM_STEPS = 2
+
+
+def begin(config: Any, path: Path, calls: Path, *words: str) -> subprocess.Popen[bytes]:
+    path.write_text(config.to_json())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TLT_TEST_CALLS": str(calls),
+        "TLT_TEST_DELAY": "0.02",
+    }
+    command = [sys.executable, "-m", "tlt", "train", *(words or [str(path)])]
+    with (path.parent / "output.log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def kill_all(process: int) -> None:
+    """The launcher alone would have its ranks stop in order, with a checkpoint."""
+    ranks = children(process)
+    for one in (process, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def reached(messages: list[Mapping[str, Any]]) -> int:
+    """Results of calls that a tool was asked for."""
+    said = [message["content"] for message in messages if message["role"] == "tool"]
+    no_tool = ("missing a required argument", "there is no tool", "cannot be read")
+    return sum(not any(text in content for text in no_tool) for content in said)
+
+
+def written(folder: Path) -> int:
+    """Results in the journal, of all steps."""
+    most: dict[tuple[str, ResponseId], int] = {}
+    for file in folder.glob("journal/step-*/replica-*"):
+        with file.open("rb") as opened:
+            read_record(opened)
+            for _, record in read_records(opened):
+                if turns := record.about.get("turns"):
+                    key = record.about["phase"], tuple(record.about["key"])
+                    most[key] = max(most.get(key, 0), reached(turns["messages"]))
+    return sum(most.values())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
+    model = parts.write_model(tmp_path / "model")
+
+    def config(name: str) -> Any:
+        run = {
+            "num_ranks": num_ranks,
+            "num_steps": NUM_STEPS,
+            "out_dir": str(tmp_path / name),
+            "device": "cpu",
+            "dtype": "float64",
+            "max_restarts": 0,
+        }
+        rollout = {"problems_per_step": 4, "samples_per_problem": 6, "max_batch_size": 6}
+        return configure(model, tmp_path / name, "tools", run=run, rollout=rollout)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert begin(config("whole"), tmp_path / "whole.json", tmp_path / "whole.calls").wait(300) == 0
+    total = len(lines(tmp_path / "whole.calls"))
+    assert total > 20
+    calls = tmp_path / "killed.calls"
+    words: tuple[str, ...] = ()
+    settled = 0
+    for asked in (total // 5, total // 2, total * 4 // 5):
+        program = begin(config("killed"), tmp_path / "killed.json", calls, *words)
+        before = len(lines(calls))
+        while len(lines(calls)) < before + max(asked - settled, 1) and program.poll() is None:
+            time.sleep(0.005)
+        kill_all(program.pid)
+        program.wait(60)
+        time.sleep(1.0)  # workers end with their rank
+        settled = written(killed)
+        words = ("--resume", str(killed))
+    before = len(lines(calls))
+    assert begin(config("killed"), tmp_path / "killed.json", calls, *words).wait(300) == 0
+    assert len(lines(calls)) - before == total - settled
+    assert settled > total // 4
+    assert hash_of(killed / "policy") == hash_of(whole / "policy")
+    assert sorted(tokens_of(killed)) == sorted(tokens_of(whole))
+    rewards = [json.loads(line)["rewards"] for line in lines(killed / "metrics.jsonl")]
+    assert rewards == [json.loads(line)["rewards"] for line in lines(whole / "metrics.jsonl")]

@@ -1,0 +1,183 @@
+"""Processes that run the user's code one call after another: the parent's side, and the loop in them.
+
+    parent    Worker.answer ─▶ pipe: Asked ─▶ the worker's function
+    worker    ready, or an error ◀─ serve() ─▶ pipe: Answered, for every call
+
+A worker that dies, is late, or sends no answer to its call is lost, and killed. Each has its own pipe,
+which tells the call of a lost worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from tlt.base.io.plugins import describe
+from tlt.base.io.processes import Helper, be_first_to_go, how_it_ended
+
+START_SECONDS = 120.0
+EXIT_SECONDS = 5.0
+"""The exit code of a worker that closes its pipe goes into the error."""
+NO_ANSWER = "the worker's pipe brought what is no answer to the request"
+
+
+class Asked(NamedTuple):
+    number: int
+    call: Any
+
+
+class Answered(NamedTuple):
+    number: int
+    """The call's; a late answer has an older one."""
+    answer: Any
+
+
+class WorkerLost(Exception):
+    """The text says how.
+
+    had_call: it had, or may have, taken up the call.
+    """
+
+    def __init__(self, how: str, had_call: bool) -> None:
+        super().__init__(how)
+        self.had_call = had_call
+
+
+class CannotStart(Exception):
+    """The user's code cannot be imported; the next worker could not import it, either."""
+
+
+class Worker:
+    """function: "package.module:name", called with the pipe and `spec`; it calls `serve`.
+    fits: whether an answer is one to this call: the user's code could write to the pipe.
+    done: what an answer means, for errors.
+    """
+
+    def __init__(self, function: str, spec: str, fits: Callable[[Any, Any], bool], done: str) -> None:
+        # every worker iterates over a set in one order
+        self._helper = Helper(function, spec, env={"PYTHONHASHSEED": "0"})
+        self._fits, self._done = fits, done
+        self._deadline = time.monotonic() + START_SECONDS
+        self._number = 0  # of the latest call
+        self.pipe = self._helper.pipe
+        self.is_ready = self.is_killed = False
+
+    def answer(self, call: Any, timeout_seconds: float) -> Any:
+        """Raises WorkerLost and CannotStart."""
+        if not self.is_ready and (reason := self._await_start()):
+            self.kill()
+            raise CannotStart(f"the worker could not start: {reason}")
+        if self.pipe.poll():  # it is dead, or has sent a second answer
+            self._read(had_call=False)
+            raise self._lost(NO_ANSWER, had_call=False)
+        self._number += 1
+        try:
+            self.pipe.send(Asked(self._number, call))
+        except BlockingIOError:
+            raise self._lost("the worker has stopped reading its pipe", had_call=False) from None
+        except OSError:
+            raise self._died(had_call=False) from None
+        if not self.pipe.poll(timeout_seconds):
+            raise self._lost(f"time-out: not {self._done} within {timeout_seconds:g} s", had_call=True)
+        match self._read(had_call=True):
+            case Answered(self._number, answer) if self._fits(answer, call):
+                return answer
+        raise self._lost(NO_ANSWER, had_call=True)
+
+    def kill(self) -> None:
+        """Another thread that reads the pipe finds its end."""
+        self._helper.kill()
+        self.is_killed = True
+
+    def _await_start(self) -> str:
+        """Returns why the worker cannot begin; "": it can."""
+        if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
+            raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
+        reason = self._read(had_call=False)
+        if not isinstance(reason, str):
+            raise self._lost(NO_ANSWER, had_call=False)
+        self.is_ready = not reason
+        return reason
+
+    def _read(self, had_call: bool) -> Any:
+        try:
+            return self.pipe.recv()
+        except ConnectionResetError:  # it died with the call unread
+            raise self._died(had_call=False) from None
+        except EOFError:
+            raise self._died(had_call) from None
+        except Exception:  # unpickling may raise anything
+            raise self._lost(NO_ANSWER, had_call) from None
+
+    def _died(self, had_call: bool) -> WorkerLost:
+        code = self._helper.end(EXIT_SECONDS)
+        how = "the worker closed its pipe" if code is None else f"the worker died: {how_it_ended(code)}"
+        return self._lost(how, had_call)
+
+    def _lost(self, how: str, had_call: bool) -> WorkerLost:
+        self.kill()
+        return WorkerLost(how, had_call)
+
+
+class Closed(Exception):
+    """The pool is closed."""
+
+
+class Place:
+    """A thread's worker, started ahead of its first call and replaced when killed.
+
+    The first death starts a spare: code that imports much takes longer to start than to answer.
+    """
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+        self._worker = self._start_ahead()
+        self._spare: Worker | None = None
+
+    def answer(self, call: Any, timeout_seconds: float) -> Any:
+        worker = self._worker = self._worker or self._start()
+        try:
+            return worker.answer(call, timeout_seconds)
+        finally:
+            if worker.is_killed:
+                self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
+
+    def _start_ahead(self) -> Worker | None:
+        with contextlib.suppress(OSError, Closed):  # the next call then starts it, and has the error
+            return self._start()
+        return None
+
+
+# ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def serve(
+    pipe: Connection[Any, Any],
+    begin: Callable[[], Callable[[Any], Any]],
+    refuse: Callable[[Any, str], Any],
+) -> None:
+    """Sends why the worker cannot begin, or "", then answers until the pipe ends.
+
+    In a fork of the user's code that returns here the pipe is closed, so that it ends, too.
+
+    begin: imports the user's code; its result answers calls.
+    refuse: the answer to a call that raised, and why.
+    """
+    be_first_to_go()
+    with contextlib.suppress(EOFError, OSError):
+        try:
+            answer = begin()
+        except BaseException as error:  # KeyboardInterrupt as well: no Ctrl-C comes here
+            pipe.send(describe(error))
+            return
+        pipe.send("")
+        while True:
+            number, call = pipe.recv()
+            try:
+                answered = answer(call)
+            except BaseException as error:  # as above
+                answered = refuse(call, describe(error))
+            pipe.send(Answered(number, answered))

@@ -1,0 +1,201 @@
+"""Responses of several turns: the policy's turn is read, its calls are made, what was said is appended.
+
+    engine ─▶ take ─▶ a call, one at a time ─▶ workers ─▶ collect ─▶ the turn's tokens ─▶ journal ─▶ engine
+                └─▶ without a call: `respond`, else the response has ended ─▶ `get_reward` ─▶ collect
+
+Tokens in, tokens out: drawn tokens are never encoded again. A turn is written down before it is used, and
+read back after a kill; it is never asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tlt.base.types import Finished, FinishReason, Problem, Request, ResponseId, Rollout, Turns, id_of
+from tlt.models.hf.turns import Call, TurnWriter
+from tlt.tasks.environments.environment import Answer, Ask, say_error
+from tlt.tasks.environments.pool import EnvironmentPool
+from tlt.training.rollout.protocol import Environments, Journal
+
+
+@dataclass
+class _Talk:
+    """A response that waits. calls: of its latest turn, still to be made; said: by the environment since that
+    turn; is_ending: only the reward is missing."""
+
+    finished: Finished
+    turns: Turns
+    spoken: dict[str, Any]
+    calls: list[Call] = field(default_factory=list)
+    said: list[dict[str, Any]] = field(default_factory=list)
+    is_ending: bool = False
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.finished.rollout
+
+
+class Conversations(Environments):
+    """writer_of: of a problem's data.
+    max_turns: of the policy in a response. window: most tokens of prompt and response.
+    speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool[ResponseId],
+        writer_of: Callable[[Mapping[str, Any]], TurnWriter],
+        max_turns: int,
+        window: int,
+        *,
+        speaks: bool,
+        gives_reward: bool,
+    ) -> None:
+        self.pool, self.writer_of = pool, writer_of
+        self.max_turns, self.window = max_turns, window
+        self.speaks, self.gives_reward = speaks, gives_reward
+        self._waiting: dict[ResponseId, _Talk] = {}
+        self._whole: list[Finished] = []
+
+    def begin(
+        self, problems: Iterable[Problem], requests: Iterable[Sequence[Request]], journal: Journal
+    ) -> None:
+        self._rows = {problem.problem_id: problem.data for problem in problems}
+        self._requests = {id_of(request): request for group in requests for request in group}
+        self._journal = journal
+
+    def take(self, finished: Finished) -> bool:
+        rollout = finished.rollout
+        turn = self._writer(rollout).read(rollout.last_turn)
+        talk = _Talk(finished, rollout.turns or Turns(), turn.message, [*turn.calls])
+        goes_on = rollout.finish_reason == "stop" and bool(talk.calls or self.speaks)
+        if goes_on and len(talk.turns.given) + 1 >= self.max_turns:
+            talk.finished, goes_on = _ended_by(finished, "turns"), False
+        self._waiting[id_of(rollout)] = talk
+        if goes_on:
+            self._journal.note_turn(self._so_far(talk, talk.turns))
+        self._advance(talk, ends=not goes_on)
+        return True
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting or self._whole)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._whole) or self.pool.has_news
+
+    def collect(self) -> tuple[list[Request], list[Finished]]:
+        going_on = []
+        for response_id, answer, seconds in self.pool.collect():
+            talk = self._waiting[response_id]
+            talk.turns = self._after(talk, answer, seconds)
+            if talk.is_ending or answer.failure:
+                self._end(talk)
+            elif answer.text is None:
+                self._advance(talk, ends=True)
+            else:
+                talk.said.append(self._message(talk, answer.text))
+                talk.calls = talk.calls[1:]
+                if talk.calls:
+                    self._advance(talk)
+                elif (request := self._go_on(talk)) is not None:
+                    going_on.append(request)
+        whole, self._whole = self._whole, []
+        return going_on, whole
+
+    def abandon(self) -> None:
+        self.pool.abandon()
+        self._waiting.clear()
+        self._whole.clear()
+
+    def close(self) -> None:
+        self.pool.close()
+
+    # ── one turn ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _advance(self, talk: _Talk, ends: bool = False) -> None:
+        """Asks for the next thing that is missing."""
+        talk.is_ending = ends
+        row, state = self._rows[talk.rollout.problem_id], talk.turns.state
+        if ends and not self.gives_reward:
+            self._end(talk)
+        elif ends:
+            self.pool.ask(id_of(talk.rollout), Ask("reward", row, state))
+        elif talk.calls and (call := talk.calls[0]).arguments is not None:
+            self.pool.ask(id_of(talk.rollout), Ask("call", row, state, call.name, dict(call.arguments)))
+        elif talk.calls:
+            self.pool.tell(id_of(talk.rollout), Answer(say_error(talk.calls[0].name), state, is_error=True))
+        else:
+            messages = [*_prompt(row), *talk.turns.messages, talk.spoken]
+            self.pool.ask(id_of(talk.rollout), Ask("respond", row, state, messages=messages))
+
+    def _message(self, talk: _Talk, text: str) -> dict[str, Any]:
+        if not talk.calls:
+            return {"role": "user", "content": text}
+        return {"role": "tool", "name": talk.calls[0].name, "content": text}
+
+    def _after(self, talk: _Talk, answer: Answer, seconds: float) -> Turns:
+        turns = talk.turns
+        counts = (0, 0, 0) if not talk.calls else (1, int(answer.is_error), int(answer.is_late))
+        return replace(
+            turns,
+            state=answer.state or turns.state,
+            num_calls=turns.num_calls + counts[0],
+            num_errors=turns.num_errors + counts[1],
+            num_timeouts=turns.num_timeouts + counts[2],
+            seconds=turns.seconds + seconds,
+            reward=answer.reward,
+            failure=answer.failure,
+        )
+
+    def _go_on(self, talk: _Talk) -> Request | None:
+        """None: there is no room for another turn."""
+        rollout = talk.rollout
+        said = self._writer(rollout).append(rollout.last_turn, talk.said)
+        first, end = len(rollout.token_ids), len(rollout.token_ids) + len(said)
+        request = self._requests[id_of(rollout)]
+        room = min(request.params.max_tokens, self.window - len(rollout.prompt_ids))
+        if end >= room:
+            talk.finished = _ended_by(talk.finished, "length")
+            self._advance(talk, ends=True)
+            return None
+        turns = replace(
+            talk.turns,
+            given=(*talk.turns.given, (first, end)),
+            messages=(*talk.turns.messages, talk.spoken, *talk.said),
+        )
+        so_far = self._so_far(talk, turns, said)
+        self._journal.note_turn(so_far)
+        del self._waiting[id_of(rollout)]
+        return so_far
+
+    def _so_far(self, talk: _Talk, turns: Turns, said: tuple[int, ...] = ()) -> Request:
+        rollout = talk.rollout
+        return replace(
+            self._requests[id_of(rollout)],
+            token_ids=rollout.token_ids + said,
+            logprobs=rollout.logprobs + (0.0,) * len(said),
+            drafts=rollout.drafts,
+            routes=None,
+            turns=turns,
+        )
+
+    def _end(self, talk: _Talk) -> None:
+        rollout = replace(talk.rollout, turns=talk.turns)
+        del self._waiting[id_of(rollout)]
+        self._whole.append(replace(talk.finished, rollout=rollout))
+
+    def _writer(self, rollout: Rollout) -> TurnWriter:
+        return self.writer_of(self._rows[rollout.problem_id])
+
+
+def _ended_by(finished: Finished, reason: FinishReason) -> Finished:
+    return replace(finished, rollout=replace(finished.rollout, finish_reason=reason))
+
+
+def _prompt(row: dict[str, Any]) -> list[Any]:
+    messages = row.get("messages") or row.get("prompt") or []
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
