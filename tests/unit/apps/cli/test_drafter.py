@@ -131,9 +131,7 @@ def test_a_drafter_is_trained_and_measured_on_the_gpu_where_there_is_one_as_on_a
 
     def train_and_measure(out: str) -> tuple[dict[str, Any], dict[str, Any]]:
         trained = succeed(capsys, "drafter", "train", str(model), "--out", out, *common, *shape)
-        return trained, succeed(
-            capsys, "drafter", "eval", out, "--model", str(model), *common
-        )
+        return trained, succeed(capsys, "drafter", "eval", out, "--model", str(model), *common)
 
     on_cpu = train_and_measure("cpu")
     with pretended(monkeypatch):
