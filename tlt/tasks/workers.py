@@ -10,10 +10,12 @@ which tells the call of a lost worker.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tlt.base.io.plugins import describe
 from tlt.base.io.processes import Helper, be_first_to_go, how_it_ended
@@ -149,6 +151,85 @@ class Place:
         with contextlib.suppress(OSError, Closed):  # the next call then starts it, and has the error
             return self._start()
         return None
+
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Crew(Generic[Job, Result]):
+    """Workers that answer jobs, a thread for each. Used from one thread; only `get` waits.
+
+    start: a new worker.
+    answer: the result of a job; what it raises is a result, too.
+    """
+
+    def __init__(
+        self, num_workers: int, start: Callable[[], Worker], answer: Callable[[Job, Place], Result]
+    ) -> None:
+        self._start_worker, self._answer = start, answer
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, Result | Exception]] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next two: no worker starts after close
+        self._workers: set[Worker] = set()
+        self.is_closed = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Job) -> None:
+        assert not self.is_closed, "the pool is closed"
+        self._jobs.put(job)
+
+    def tell(self, job: Job, result: Result) -> None:
+        """A result that needs no worker."""
+        self._done.put((job, result))
+
+    @property
+    def has_results(self) -> bool:
+        return not self._done.empty()
+
+    def get(self, timeout: float | None) -> tuple[Job, Result | Exception]:
+        """timeout: in seconds; None: until one comes. Raises Empty."""
+        return self._done.get(timeout=timeout)
+
+    def drop_jobs(self) -> None:
+        """Those under way go on."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.drop_jobs()
+        with self._lock:
+            self.is_closed = True
+            for worker in self._workers:
+                worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _serve(self) -> None:
+        place = Place(self._start)
+        while (job := self._jobs.get()) is not None:
+            try:
+                result: Result | Exception = self._answer(job, place)
+            except Closed:
+                return
+            except Exception as error:  # ours, or a job that cannot be pickled
+                result = error
+            self._done.put((job, result))
+
+    def _start(self) -> Worker:
+        with self._lock:
+            if self.is_closed:
+                raise Closed
+            worker = self._start_worker()
+            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
+            return worker
 
 
 # ── in the worker ───────────────────────────────────────────────────────────────────────────────────────────

@@ -12,17 +12,16 @@ before the call. It is not tried again: the call may have had effects.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tlt.base.types import UserError
 from tlt.tasks.environments.environment import Answer, Ask, Environments, EnvironmentSpec, say_error
-from tlt.tasks.workers import CannotStart, Closed, Place, Worker, WorkerLost, serve
+from tlt.tasks.workers import CannotStart, Crew, Place, Worker, WorkerLost, serve
 
 MAX_LOST_BEFORE = 3
 """Workers lost in a row before they took up a call; then the machine is at fault."""
@@ -48,29 +47,22 @@ class EnvironmentPool(Generic[Key]):
 
     def __init__(self, spec: EnvironmentSpec, num_workers: int, timeout_seconds: float) -> None:
         self.spec, self.timeout_seconds = spec, timeout_seconds
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[_Job, Answer | Exception]] = SimpleQueue()
-        self._lock = threading.Lock()  # of the next two: no worker starts after close
-        self._workers: set[Worker] = set()
-        self._is_closed = False
         self._pending: dict[Key, _Job] = {}
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew[_Job, Answer](num_workers, self._start, self._answer)
 
     def ask(self, key: Key, ask: Ask) -> None:
         assert key not in self._pending, f"{key} was not answered yet"
         job = self._pending[key] = _Job(key, ask, time.monotonic())
-        self._jobs.put(job)
+        self._crew.put(job)
 
     def tell(self, key: Key, answer: Answer) -> None:
         """An answer that needs no worker."""
         job = self._pending[key] = _Job(key, Ask("call", {}), time.monotonic())
-        self._done.put((job, answer))
+        self._crew.tell(job, answer)
 
     @property
     def has_news(self) -> bool:
-        return not self._done.empty()
+        return self._crew.has_results
 
     def collect(self, timeout: float | None = 0.0) -> list[Told[Key]]:
         """timeout: seconds to wait for the first; None: until it comes. Raises UserError where no worker
@@ -78,7 +70,7 @@ class EnvironmentPool(Generic[Key]):
         told: list[Told[Key]] = []
         while True:
             try:
-                job, answer = self._done.get(timeout=0.0 if told else timeout)
+                job, answer = self._crew.get(0.0 if told else timeout)
             except Empty:
                 return told
             if self._pending.get(job.key) is not job:
@@ -91,45 +83,21 @@ class EnvironmentPool(Generic[Key]):
     def abandon(self) -> None:
         """Calls under way go on, to their time-out at most."""
         self._pending.clear()
-        while True:
-            try:
-                self._jobs.get_nowait()
-            except Empty:
-                return
+        self._crew.drop_jobs()
 
     def close(self) -> None:
         """May be called twice."""
-        self.abandon()
-        with self._lock:
-            self._is_closed = True
-            for worker in self._workers:
-                worker.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+        self._crew.close()
 
-    def _serve(self) -> None:
-        place = Place(self._start)
-        while (job := self._jobs.get()) is not None:
-            try:
-                answer: Answer | Exception = self._answer(job.ask, place)
-            except Closed:
-                return
-            except Exception as error:  # raised in `collect`
-                answer = error
-            self._done.put((job, answer))
-
-    def _answer(self, ask: Ask, place: Place) -> Answer:
+    def _answer(self, job: _Job, place: Place) -> Answer:
         for number in range(1, MAX_LOST_BEFORE + 1):
             try:
-                answer: Answer = place.answer(ask, self.timeout_seconds)
+                answer: Answer = place.answer(job.ask, self.timeout_seconds)
             except (OSError, CannotStart) as error:
                 raise UserError(f"environment: {error}; correct it") from None
             except WorkerLost as loss:
                 if loss.had_call:
-                    return self._lost(ask, str(loss))
+                    return self._lost(job.ask, str(loss))
                 if number == MAX_LOST_BEFORE:
                     raise UserError(f"environment: {number} workers were lost, the last: {loss}") from None
             else:
@@ -144,13 +112,8 @@ class EnvironmentPool(Generic[Key]):
         return Answer(say_error(what), ask.state, is_error=True, is_late=is_late)
 
     def _start(self) -> Worker:
-        with self._lock:
-            if self._is_closed:
-                raise Closed
-            spec = json.dumps(asdict(self.spec))
-            worker = Worker("tlt.tasks.environments.pool:run_worker", spec, _fits, "answered")
-            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
-            return worker
+        spec = json.dumps(asdict(self.spec))
+        return Worker("tlt.tasks.environments.pool:run_worker", spec, _fits, "answered")
 
 
 def _fits(answer: Any, call: Any) -> bool:

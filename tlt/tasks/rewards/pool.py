@@ -19,15 +19,16 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, NamedTuple
 
 from tlt.base.records import RewardSummary
 from tlt.base.types import ResponseId, Reward, Turns, UserError
 from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, RewardSpec, Scorer
 from tlt.tasks.rewards.worker import start_worker
-from tlt.tasks.workers import CannotStart, Closed, Place, Worker, WorkerLost
+from tlt.tasks.workers import CannotStart, Crew, Place, WorkerLost
 
 MAX_LOST_WITH = 2
 """After as many workers lost over a call its responses have no score."""
@@ -119,14 +120,8 @@ class RewardPool:
         self.spec, self.timeout_seconds = spec, timeout_seconds
         self.by_group = self._scorer.by_group
         self._pending: dict[ResponseId, Pending] = {}
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Job, list[Reward] | Exception]] = SimpleQueue()
-        self._lock = threading.Lock()  # of the next two: no worker starts after close
-        self._workers: set[Worker] = set()
-        self._is_closed = False
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
-        for thread in self._threads:
-            thread.start()
+        self._is_inline = not num_workers
+        self._crew = Crew[Job, list[Reward]](num_workers, partial(start_worker, spec), self._answer)
 
     def submit(
         self,
@@ -142,14 +137,14 @@ class RewardPool:
         text, token_ids: of the policy's last turn, behind `turns`.
         step: updates behind the policy that wrote it.
         """
-        assert not self._is_closed, "the pool is closed"
+        assert not self._crew.is_closed, "the pool is closed"
         assert response_id not in self._pending, f"{response_id} was submitted twice"
         response = Completion(dict(problem), text, tuple(token_ids), step, turns)
         self._pending[response_id] = Pending(response)
         if self._scorer.scores_alone:
             self._queue(Job((response_id,), Call((response,), False)))
         elif not self.by_group:  # its environment has scored it
-            self._done.put((Job((response_id,), Call((response,), False)), [Reward(0.0, False)]))
+            self._crew.tell(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
 
     def complete(self, group: Sequence[ResponseId]) -> None:
         """Queues a submitted group for the reward functions, if any."""
@@ -163,10 +158,10 @@ class RewardPool:
             del self._pending[response_id]
 
     def _queue(self, job: Job) -> None:
-        if self._threads:
-            self._jobs.put(job)
+        if self._is_inline:
+            self._crew.tell(job, self._scorer.answer(job.call))
         else:
-            self._done.put((job, self._scorer.answer(job.call)))
+            self._crew.put(job)
 
     def collect(self) -> dict[ResponseId, Reward]:
         """Returns without waiting."""
@@ -202,24 +197,12 @@ class RewardPool:
     def abandon(self) -> None:
         """A call under way goes on, to its second time-out at most."""
         self._pending.clear()
-        while True:
-            try:
-                self._jobs.get_nowait()
-            except Empty:
-                return
+        self._crew.drop_jobs()
 
     def close(self) -> None:
         """May be called twice."""
         self.abandon()
-        with self._lock:
-            self._is_closed = True
-            for worker in self._workers:
-                worker.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+        self._crew.close()
         self._scorer.close()
 
     def __enter__(self) -> RewardPool:
@@ -230,7 +213,7 @@ class RewardPool:
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
         """Leaves out abandoned and withdrawn responses. Raises Empty."""
-        job, result = self._done.get(timeout=timeout)
+        job, result = self._crew.get(timeout)
         rewards: dict[ResponseId, Reward] = {}
         for number, (response_id, response) in enumerate(
             zip(job.response_ids, job.call.responses, strict=True)
@@ -251,19 +234,8 @@ class RewardPool:
                 rewards[response_id] = self._scorer.combine(own, pending.of_functions, response)
         return rewards
 
-    def _serve(self) -> None:
-        place = Place(self._start)
-        while (job := self._jobs.get()) is not None:
-            try:
-                result: list[Reward] | Exception = self._answer(job.call, place)
-            except Closed:
-                return
-            except Exception as error:  # ours, or an unpicklable problem: raised in `_next`
-                result = error
-            self._done.put((job, result))
-
-    def _answer(self, call: Call, place: Place) -> list[Reward]:
-        lost_with = lost_before = 0
+    def _answer(self, job: Job, place: Place) -> list[Reward]:
+        call, lost_with, lost_before = job.call, 0, 0
         while True:
             try:
                 rewards: list[Reward] = place.answer(call, self.timeout_seconds * len(call.responses))
@@ -280,11 +252,3 @@ class RewardPool:
                 if lost_before == MAX_LOST_BEFORE:
                     told = f"the last of {lost_before} workers lost before they took it up"
                     return call.refused(f"{loss}; {told}")
-
-    def _start(self) -> Worker:
-        with self._lock:
-            if self._is_closed:
-                raise Closed
-            worker = start_worker(self.spec)
-            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
-            return worker

@@ -206,7 +206,7 @@ def test_an_answer_that_comes_while_nobody_asks_does_not_cost_the_next_response_
         pid = int(pool.drain(patience=60)["a", 0].value)
         pool.submit(("b", 0), {"worth": 1.0}, "forge-later")
         pool.drain(patience=60)
-        (worker,) = pool._workers
+        (worker,) = pool._crew._workers
         assert worker.pipe.poll(60)
         pool.submit(("c", 0), {"worth": 2.0}, f"kill-others {pid}")
         assert pool.drain(patience=60) == {("c", 0): Reward(2.0, True)}
@@ -225,7 +225,7 @@ def test_whatever_a_score_raises_is_one_line_and_costs_no_worker(
             pool.submit((verb, 0), {"worth": 1.0}, verb)
             pool.complete([(verb, 0)])
         found = {verb: reward.error for (verb, _), reward in pool.drain(patience=60).items()}
-        assert len(pool._workers) == 1, "the one that it began with"
+        assert len(pool._crew._workers) == 1, "the one that it began with"
     for verb, name in verbs.items():
         assert f"{name}: enough, " in found[verb]
         assert "\n" not in found[verb]

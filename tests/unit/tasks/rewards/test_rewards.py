@@ -267,7 +267,7 @@ pool = RewardPool(RewardSpec("faulty_task:TASK"), 2, 300)
 try:
     for i in range(4):
         pool.submit(("p", i), {"worth": 1.0}, sys.argv[1])
-    while len(pool._workers) < 2:
+    while len(pool._crew._workers) < 2:
         time.sleep(0.01)
     print("ready", flush=True)
     while True:  # one long sleep could begin just after the signal, and would not be interrupted
