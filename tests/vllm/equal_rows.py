@@ -128,13 +128,13 @@ def rows_of_kernels(dtype: torch.dtype, fault: str = "") -> dict[str, tuple[int,
 
 def planted(fault: str) -> Any:
     """A fault that the tests must see, as a context."""
-    from tlt.models import triton_attention, triton_products
+    from tlt.models.triton import attention, products
 
-    right = triton_products.multiply
+    right = products.multiply
 
     def follows_rows(x_NI: Tensor, *others: Any) -> Tensor:
         size = 32 if len(x_NI) <= 4 else 128
-        with patch.object(triton_products, "block_k", lambda dtype: size):
+        with patch.object(products, "block_k", lambda dtype: size):
             return right(x_NI, *others)
 
     def splits_k(x_NI: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
@@ -146,15 +146,15 @@ def planted(fault: str) -> Any:
 
     def keys_follow_queries(q_NHD: Tensor, k: Tensor, v: Tensor, items: Any, scale: float | None) -> Tensor:
         size = 16 if len(q_NHD) <= 4 else 32
-        with patch.object(triton_attention, "keys_at_once", lambda dtype: size):
+        with patch.object(attention, "keys_at_once", lambda dtype: size):
             return attends(q_NHD, k, v, items, scale)
 
-    attends = triton_attention.attend
+    attends = attention.attend
     faults: dict[str, Any] = {
-        "": (triton_products, "multiply", right),
-        "block_k follows rows": (triton_products, "multiply", follows_rows),
-        "split k": (triton_products, "multiply", splits_k),
-        "keys follow queries": (triton_attention, "attend", keys_follow_queries),
+        "": (products, "multiply", right),
+        "block_k follows rows": (products, "multiply", follows_rows),
+        "split k": (products, "multiply", splits_k),
+        "keys follow queries": (attention, "attend", keys_follow_queries),
     }
     return patch.object(*faults[fault])
 
