@@ -26,6 +26,7 @@ _RECORDS = {
     "": ("tlt/training/report/record.py", "StepRecord"),
     "rollout": ("tlt/base/records.py", "RolloutRecord"),
     "rollout.response_tokens": ("tlt/base/records.py", "LengthStats"),
+    "rollout.turns": ("tlt/base/records.py", "TurnsRecord"),
     "rewards": ("tlt/base/records.py", "RewardSummary"),
     "update": ("tlt/base/records.py", "UpdateMetrics"),
     "drafter": ("tlt/base/records.py", "DrafterCheck"),

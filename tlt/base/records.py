@@ -169,6 +169,7 @@ class RolloutRecord:
     strategy_speed: measured tokens per second under each strategy.
     followed_by_age: accepted tokens drafted from references, by the number of updates between the two
         policies.
+    turns: the part of environments.
     """
 
     seconds: float

@@ -12,6 +12,7 @@ from tlt.apps.cli.commands import COMMANDS
 from tlt.apps.cli.options import label, options_of
 from tlt.base.config.mistakes import section_of
 from tlt.base.config.schema import Config
+from tlt.base.records import TurnsRecord
 from tlt.training.saved.evaluations import Evaluation
 from tools.docs_reference import PAGES
 
@@ -48,5 +49,6 @@ def test_every_figure_that_a_run_writes_has_a_meaning(pages: dict[str, str]) -> 
         parts = value if isinstance(value, dict) else None
         figures += [name] if parts is None else [f"{name}.{field}" for field in parts]
     figures += [f"rollout.response_tokens.{name}" for name in ("mean", "p50", "p95", "max")]
+    figures += [f"rollout.turns.{field.name}" for field in dataclasses.fields(TurnsRecord)]
     figures += [field.name for field in dataclasses.fields(Evaluation)]
     assert [figure for figure in figures if not meanings.get(figure)] == []
