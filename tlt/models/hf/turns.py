@@ -95,6 +95,11 @@ class TurnWriter:
     def check(self, calls: bool) -> None:
         """UserError if the template cannot write a turn between two of the policy, or how it writes calls is
         not known. calls: whether there are tools."""
+        if not self.tokenizer.has_template:
+            path = self.tokenizer.path
+            raise UserError(
+                f"environment: {path} has no chat template, which writes turns; give a chat model"
+            )
         role = "tool" if calls else "user"
         self._between([{"role": role, "name": "f", "content": "?"}])
         if calls:

@@ -166,6 +166,12 @@ def test_a_turn_that_was_cut_off_is_ended(tmp_path: Path) -> None:
     assert cut == "<|im_end|>" + ended
 
 
+def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "plain", None))
+    with pytest.raises(UserError, match=r"environment: .* has no chat template"):
+        TurnWriter(tokenizer).check(calls=False)
+
+
 def test_a_template_without_calls_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "zephyr", template_of("zephyr")))
     with pytest.raises(UserError, match=r"environment: .* chat template"):
