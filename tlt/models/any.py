@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -23,9 +24,10 @@ from transformers import __version__ as version
 
 from tlt.base.types import UserError
 from tlt.models.any_config import AnyConfig
+from tlt.models.any_equal import Matrix, put_matrices
 from tlt.models.attention import PackedCausal
 from tlt.models.attention_form import PLAIN, AttentionForm
-from tlt.models.decoder import Policy, Reader
+from tlt.models.decoder import Policy, Reader, given
 from tlt.models.routing import Routing, watch_routers
 from tlt.models.target import Attention, Target
 
@@ -113,21 +115,26 @@ class AnyTransformer(Policy):
         positions_N: Tensor,
         attend: Attention,
         read: Reader | None = None,
+        inputs: Sequence[Tensor] = (),
         routing: Routing | None = None,
     ) -> Any:
-        """routing: of a model with experts, to record or to replay."""
+        """inputs: as `Transformer` takes them.
+        routing: of a model with experts, to record or to replay."""
         if self.config.is_hybrid and isinstance(attend, PackedCausal):
             assert attend.num_sequences == 1, "a state would go on from one sequence to the next"
         if self.config.mixes_heads:
             attend = _with_largest_heads(attend, self.config)
-        found = self.stack(
-            input_ids=token_ids_N[None],
-            position_ids=positions_N[None],
-            use_cache=False,
-            attend=attend,
-            routing=routing,
-        )
+        with _before_layers(zip(self.layers, map(_give, inputs), strict=False)):
+            found = self.stack(
+                input_ids=token_ids_N[None],
+                position_ids=positions_N[None],
+                use_cache=False,
+                attend=attend,
+                routing=routing,
+            )
         features_NE: Tensor = found.last_hidden_state[0]
+        if inputs:
+            features_NE = given(features_NE, inputs[-1])
         return features_NE if read is None else read(features_NE)
 
     def forward_capturing(
@@ -140,16 +147,9 @@ class AnyTransformer(Policy):
     ) -> tuple[Tensor, Tensor]:
         """See `Target`."""
         captured: dict[int, Tensor] = {}
-        hooks = [
-            self.layers[index].register_forward_pre_hook(_keep_input(captured, index))
-            for index in capture
-            if index < len(self.layers)
-        ]
-        try:
+        kept = [index for index in capture if index < len(self.layers)]
+        with _before_layers((self.layers[index], _keep_input(captured, index)) for index in kept):
             features_NE = self(token_ids_N, positions_N, attend, routing=routing)
-        finally:
-            for hook in hooks:
-                hook.remove()
         captured[len(self.layers)] = features_NE
         return features_NE, torch.cat([captured[i] for i in capture or (len(self.layers),)], dim=-1)
 
@@ -184,11 +184,28 @@ def _checkpointed(forward: Any) -> Any:
     return checkpointed
 
 
+@contextmanager
+def _before_layers(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    handles = [layer.register_forward_pre_hook(hook) for layer, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _keep_input(captured: dict[int, Tensor], index: int) -> Any:
     def keep(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         captured[index] = inputs[0][0]
 
     return keep
+
+
+def _give(x_NE: Tensor) -> Any:
+    def give(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return given(inputs[0], x_NE[None]), *inputs[1:]
+
+    return give
 
 
 class AnyTarget(Target):
@@ -200,10 +217,16 @@ class AnyTarget(Target):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         borrows: bool = False,
+        equal_rows: bool = False,
     ) -> None:
         self.config, self.dtype, self.device, self.borrows = config, dtype, torch.device(device), borrows
         with torch.device("meta"):
             self.model = AnyTransformer(config, dtype)
+        self.matrices: dict[str, Matrix] = {}
+        self.head: Matrix | None = None
+        if equal_rows:
+            self.matrices = put_matrices(self.model, config.family, self.model.lm_head)
+            self.head = Matrix(self.model.head_weight)
         if not borrows:
             self.model.to_empty(device=self.device)
         self.model.requires_grad_(False).initialize_buffers(self.device)
@@ -212,21 +235,23 @@ class AnyTarget(Target):
 
     @torch.no_grad()
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        own = self.model.state_dict(keep_vars=True)
+        own = {**self.model.state_dict(keep_vars=True), **self.matrices}
         missing = set(own)
         for part in parts:
-            for name, given in part.items():
-                if given.shape != own[name].shape:
+            for name, weight in part.items():
+                if weight.shape != own[name].shape:
                     wanted = list(own[name].shape)
-                    raise RuntimeError(f"{name} has shape {list(given.shape)} where {wanted} is expected")
-                if self.borrows:
-                    own[name].data = given.detach().to(self.device, self.dtype)
+                    raise RuntimeError(f"{name} has shape {list(weight.shape)} where {wanted} is expected")
+                if self.borrows and name not in self.matrices:
+                    own[name].data = weight.detach().to(self.device, self.dtype)
                 else:
-                    own[name].copy_(given.detach())
+                    own[name].copy_(weight.detach())
                 missing.discard(name)
             del part  # before the next one is made
         if missing:
             raise KeyError(min(missing))
+        if self.head is not None:
+            self.head.copy_(self.head_VE)
         self.version = version
         vars(self).pop("unsound_V", None)
 
@@ -242,7 +267,9 @@ class AnyTarget(Target):
         return features_NE, torch.cat([captured_NF, routing.found_NRK.flatten(1).to(captured_NF)], dim=1)
 
     def logits(self, features: Tensor) -> Tensor:
-        return self.model.logits(features)
+        if self.head is None:
+            return self.model.logits(features)
+        return self.config.finish_logits(self.head.multiply(features))
 
 
 # ── attention, as transformers calls it ─────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from tlt.models.attention_form import PLAIN, AttentionForm, attend_causal, atten
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import ring_length, store
 from tlt.models.loops import available
+from tlt.models.ring_prefill import RingPrefill
 
 if TYPE_CHECKING:
     from tlt.models.loops.attention import CompiledAttention
@@ -241,8 +242,10 @@ def prefill(
     """`StoringPrefill`, in compiled loops where there are any."""
     layer = layers_SKLD[0]
     loops = available.attention(layer.dtype, layer.device)
-    if loops is None or any(config.windows):
+    if loops is None:
         return StoringPrefill(config, families, layers_SKLD, slots)
+    if any(config.windows):
+        return RingPrefill(loops, config, families, layers_SKLD, slots)
     made: Prefill = loops.Packed(config, families, layers_SKLD, slots)
     return made
 

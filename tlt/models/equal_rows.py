@@ -15,12 +15,15 @@ MOST_IN_GROUP = 32
 """Query heads of a key head on a GPU: one program attends for all of them (triton/attention.py)."""
 
 
-def check_equal_rows(config: ModelConfig, dtype: torch.dtype, device: str) -> None:
-    """Raises UserError where a token's numbers may depend on others in its batch. device: cpu or cuda."""
+def check_equal_rows(
+    config: ModelConfig, dtype: torch.dtype, device: str, place: str = "run.equal_rows"
+) -> None:
+    """Raises UserError, which begins with `place`, where a token's numbers may depend on others in its batch.
+    device: cpu or cuda."""
     name = str(dtype).removeprefix("torch.")
     reason = _on_gpu(config, dtype, name) if device == "cuda" else _on_cpu(config, dtype, name)
     if reason is not None:
-        raise UserError(f"run.equal_rows: {reason}")
+        raise UserError(f"{place}: {reason}")
 
 
 def _on_cpu(config: ModelConfig, dtype: torch.dtype, name: str) -> str | None:
@@ -30,14 +33,10 @@ def _on_cpu(config: ModelConfig, dtype: torch.dtype, name: str) -> str | None:
         )
     if not available.has_panels(dtype, torch.device("cpu")):
         return (
-            f"run.dtype is {name}, in which PyTorch's products depend on the number of rows; set float32 or "
-            "bfloat16"
+            f"dtype is {name}, where PyTorch's products depend on the number of rows; set float32 or bfloat16"
         )
-    if config.architecture == "transformers" or not loops.layers.fills_panels(config):
-        return (
-            "the model is computed by transformers' modules, or one operation at a time; leave it out "
-            "(docs/models.md lists what our own decoder computes)"
-        )
+    if config.architecture != "transformers" and not loops.layers.fills_panels(config):
+        return "sizes that are no multiples of 16 are computed one operation at a time; leave it out"
     return None
 
 
@@ -48,7 +47,7 @@ def _on_gpu(config: ModelConfig, dtype: torch.dtype, name: str) -> str | None:
             "decoder computes (docs/models.md)"
         )
     if dtype not in GPU_DTYPES:
-        return f"not in {name} on a GPU; give run.dtype bfloat16 or float32, or false"
+        return f"not in {name} on a GPU; give dtype bfloat16 or float32, or false"
     if (group := config.num_heads // config.num_kv_heads) > MOST_IN_GROUP:
         return f"{group} query heads share a key head, and on a GPU {MOST_IN_GROUP} may; give false"
     return None

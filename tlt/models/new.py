@@ -45,5 +45,5 @@ def new_target(
     if isinstance(config, AnyConfig):
         from tlt.models.any import AnyTarget
 
-        return AnyTarget(config, dtype, device, borrows)
+        return AnyTarget(config, dtype, device, borrows, equal_rows)
     return PackedTransformer(config, dtype, device, borrows)

@@ -3,7 +3,8 @@ any.py the general one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,6 +55,15 @@ class Target:
         """(features_NE, captured_NF): the inputs of the layers in `capture`, side by side, residual sums
         before any norm. The number of layers captures the features, as does an empty `capture`."""
         raise NotImplementedError
+
+    @contextmanager
+    def recording(self, is_on: bool) -> Iterator[None]:
+        """Appends routes. Others, such as a drafter's training, call the model too."""
+        self.records_routes = is_on
+        try:
+            yield
+        finally:
+            self.records_routes = False
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What drafters read: rows of the embedding, without the factor by which the target's own first layer

@@ -1,5 +1,5 @@
 """A token's hidden states and log-probabilities have the same bits however many rows are computed with it, in real
-models: Countdown's, and SmolLM2 and Qwen2.5 0.5B, whose folders TLT_SMOLLM2 and TLT_QWEN may name.
+models: Countdown's, its experts', and SmolLM2 and Qwen2.5 0.5B, whose folders TLT_SMOLLM2 and TLT_QWEN may name.
 
 One token at a time by one thread is the reference. Axes: T tokens of the text · L layers · E hidden size.
 """
@@ -23,11 +23,13 @@ from tlt.models.attention import cached_trees, prefill
 from tlt.models.decoder import Attend
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import load_tensors
-from tlt.models.packed import PackedTransformer
+from tlt.models.new import new_target
+from tlt.models.target import Target
 from tlt.speculation.law.tree import chain, layout
 
 attention = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed: SDPA attends")
 layers_of = pytest.importorskip("tlt.models.loops.layers", reason="Numba is not installed")
+products = pytest.importorskip("tlt.models.loops.products", reason="Numba is not installed")
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,7 @@ class Subject:
     """text_T, wrong_T: two texts. states_TLE: of the text, one token at a time; logprobs_T: of its next tokens.
     layers: the text's keys and values."""
 
-    target: PackedTransformer
+    target: Target
     text_T: Tensor
     wrong_T: Tensor
     states_TLE: Tensor
@@ -54,14 +56,14 @@ class Subject:
         return [layer_SKLD[:, :, :length].repeat(num, 1, 1, 1) for layer_SKLD in self.layers]
 
 
-def states(target: PackedTransformer, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+def states(target: Target, tokens_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
     """The layers' inputs and the features, [N, L + 1, E]."""
     capture = tuple(range(target.config.num_layers + 1))
     _, captured_NF = target.forward_capturing(tokens_N, positions_N, attend, capture)
     return captured_NF.view(len(tokens_N), len(capture), -1)
 
 
-def logprobs(target: PackedTransformer, features_TE: Tensor, following_T: Tensor) -> Tensor:
+def logprobs(target: Target, features_TE: Tensor, following_T: Tensor) -> Tensor:
     reader = EqualRows(target, SamplingParams(temperature=0.7), lambda: None)
     return reader.logprobs(reader.logits(features_TE), following_T)
 
@@ -133,7 +135,7 @@ def _family(subject: Subject, lengths: list[int]) -> tuple[Families, Tensor]:
 
 def _update(subject: Subject, families: Families, tokens_N: Tensor) -> Tensor:
     reader = EqualRows(subject.target, SamplingParams(), lambda: None)
-    return torch.stack(reader.forward(tokens_N, families), dim=1)
+    return torch.stack(reader.forward(tokens_N, families).inputs, dim=1)
 
 
 WAYS: dict[str, Way] = {
@@ -147,7 +149,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.fixture(scope="module", params=["countdown", *VARIABLES])
+@pytest.fixture(scope="module", params=["countdown", "experts", *VARIABLES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param not in VARIABLES:
         return find_recipe(request.param).with_name("base")
@@ -164,7 +166,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def subject(request: pytest.FixtureRequest, model: Path) -> Subject:
     config, dtype = load_model_config(model), request.param
-    target = PackedTransformer(config, dtype)
+    target = new_target(config, dtype, equal_rows=True)
     target.load(load_tensors(model, config), 0)
     length, generator = PREFIX + max(COUNTS), torch.Generator().manual_seed(5)
     text_T, wrong_T = torch.randint(config.vocab_size, (2, length + 1), generator=generator)
@@ -186,7 +188,7 @@ def subject(request: pytest.FixtureRequest, model: Path) -> Subject:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    for module in (attention, layers_of):
+    for module in (attention, layers_of, products):
         monkeypatch.setattr(module, "PRODUCTS_PER_THREAD", 1)
     yield
     torch.set_num_threads(before)

@@ -21,18 +21,18 @@ from tlt.models.equal_rows import check_equal_rows
 @pytest.mark.parametrize(
     ("device", "config", "dtype", "said"),
     [
-        ("cpu", CONFIG, torch.float64, "run.dtype is float64, in which .*; set float32 or bfloat16$"),
+        ("cpu", CONFIG, torch.float64, "dtype is float64, .*; set float32 or bfloat16$"),
         (
             "cpu",
-            replace(CONFIG, architecture="transformers"),
+            replace(CONFIG, intermediate_size=50),
             torch.float32,
-            "the model is computed by transformers' modules",
+            "sizes that are no multiples of 16 are computed one operation at a time; leave it out$",
         ),
         (
             "cuda",
             CONFIG,
             torch.float64,
-            "not in float64 on a GPU; give run.dtype bfloat16 or float32, or false$",
+            "not in float64 on a GPU; give dtype bfloat16 or float32, or false$",
         ),
         (
             "cuda",
@@ -62,7 +62,7 @@ def test_a_run_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch
     config = load_config(
         "recipes/countdown/quickstart.toml", {"run.equal_rows": True, "run.dtype": "float64"}
     )
-    with refused("^run.equal_rows: run.dtype is float64, .*; set float32 or bfloat16$"):
+    with refused("^run.equal_rows: dtype is float64, .*; set float32 or bfloat16$"):
         start.preflight(config)
     monkeypatch.setattr(start, "device_of", lambda _: SimpleNamespace(name="cuda"))
     with refused("^run.equal_rows: not in float64 on a GPU"):

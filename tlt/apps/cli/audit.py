@@ -17,7 +17,7 @@ from tlt.apps.cli.data import Data, PromptOptions
 from tlt.apps.cli.engine import EngineOptions, generate_in_order, longest
 from tlt.apps.cli.judge import Judge, Test, VerdictOptions, end, end_relations, note_missing, print_report
 from tlt.apps.cli.judge import summarize as summarize
-from tlt.apps.cli.options import LISTED, SPECULATION, ModelName, Written
+from tlt.apps.cli.options import LISTED, SPECULATION, ModelName, Switch, Written
 from tlt.apps.cli.summary import Ended
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.rollout import SpeculationKey
@@ -98,6 +98,8 @@ class AuditEngine(RequestOptions, VerdictOptions, EngineOptions):
     speculation: Annotated[tuple[SpeculationKey, ...], *LISTED, Written(SPECULATION + "[,...]")] = (Off(),)
     """Modes of the engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four
     tokens)."""
+    equal_rows: Switch = False
+    """Whether to compute as a run with run.equal_rows = true does."""
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
@@ -176,12 +178,15 @@ def _running(
     options: AuditEngine, speculation: Speculation, window: int
 ) -> Iterator[tuple[RolloutBackend, ModelFolder]]:
     from tlt.engine.build.engine import load_engine
-    from tlt.engine.build.model import load_model_for
+    from tlt.engine.build.model import Model, load_model_for
+    from tlt.models.equal_rows import check_equal_rows
 
-    settings = options.engine_settings(speculation, window)
+    settings = replace(options.engine_settings(speculation, window), equal_rows=options.equal_rows)
     if options.test == "invariance":
         settings = replace(settings, max_batch_size=max(options.batch_sizes))
     model = load_model_for(resolve_model(options.model), options.engine, None, options.implementation)
+    if options.equal_rows and isinstance(model, Model):
+        check_equal_rows(model.config, settings.dtype, options.choose_device().type, "--equal-rows")
     engine = load_engine(model, settings, options.drafter_folder)
     try:
         yield engine, model
@@ -193,6 +198,8 @@ def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> I
     """The first mode's responses, one at a time, are what all others are compared with."""
     from tlt.apps.audit.trainer import trained_logprobs
     from tlt.engine.build.model import Model
+    from tlt.engine.equal_rows import EqualRows
+    from tlt.engine.own.engine import RolloutEngine
 
     alone: list[Rollout] = []
     for speculation in options.speculation:
@@ -213,7 +220,11 @@ def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> I
     if options.engine == "tlt":
         assert isinstance(model, Model)
         dtype, device = options.choose_dtype(), options.choose_device()
-        trained = trained_logprobs(model, dtype, device, alone, options.temperature)
+        rows = None
+        if options.equal_rows and device.type == "cpu":
+            assert isinstance(engine, RolloutEngine)
+            rows = EqualRows(engine.model, requests[0].params, lambda: None)
+        trained = trained_logprobs(model, dtype, device, alone, options.temperature, rows)
         yield compare("trainer", alone, trained, len(requests))
 
 

@@ -110,16 +110,19 @@ def _standing(r: PlannedRun) -> Iterator[Term]:
     config, size, cut = r.config, r.engine_dtype.itemsize, r.num_slices
     trained, weights, has_lora = r.trained_bytes // cut, r.num_parameters * size, config.lora.is_used
     on_cpu = not r.is_gpu
-    is_own = not isinstance(r.model, AnyConfig)
+    is_packed = r.updates_by_rows or not isinstance(r.model, AnyConfig)
     # the head as panels, beside its rows
-    has_panels = on_cpu and is_own and available.has_panels(r.engine_dtype, torch.device("cpu"))
+    has_panels = on_cpu and is_packed and available.has_panels(r.engine_dtype, torch.device("cpu"))
     copy = weights + has_panels * r.model.vocab_size * r.model.hidden_size * size
     yield Term("process", ALWAYS, PROCESS_BYTES["cpu" if on_cpu else "cuda"], "Python and libraries")
     yield Term("frozen weights", ALWAYS, has_lora * r.num_parameters * r.frozen // cut, "base model / slices")
     yield Term("adapters" if has_lora else "weights", ALWAYS, trained, "trained parameters / slices")
     yield Term("optimizer", ALWAYS, 2 * trained, "AdamW's two moments / slices")
-    has_reference = config.algorithm.kl_coefficient > 0 and not has_lora
-    yield Term("reference policy", ALWAYS, trained if has_reference else 0, "as the weights")
+    reference, like = 0 if has_lora else trained, "as the weights"
+    if r.updates_by_rows:
+        reference, like = copy, "as the engine"
+    reference = reference if config.algorithm.kl_coefficient > 0 else 0
+    yield Term("reference policy", ALWAYS, reference, like)
     if r.uses_vllm:
         on_gpus = config.vllm.tensor_parallel if r.is_gpu else 1
         yield Term("engine", ALWAYS, weights // on_gpus, "parameters / vllm.tensor_parallel")
@@ -248,6 +251,9 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     stepped = r.trained_bytes // r.num_slices if r.is_gpu else 0  # AdamW's copies, once the others are gone
     how = f"{tokens} tokens × {'layers, checkpointed' if is_checkpointed else 'all layers'}"
     yield Term("activations", ("update",), max(activations, stepped), how)
+    if r.updates_by_rows:
+        taken = tokens * (c.num_layers + 1) * c.hidden_size * r.engine_dtype.itemsize
+        yield Term("engine's numbers", ("update",), taken, f"{tokens} tokens × inputs of layers, features")
     if lora.is_used and c.num_experts:  # with a gradient of one layer's
         sums = kept.fixed * size * (2 if is_checkpointed else c.num_layers + 1) // c.num_layers
         how = "frozen and adapter, summed, of each layer that is kept"
@@ -255,7 +261,7 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     largest = max(c.hidden_size * max(c.vocab_size, 2 * c.intermediate_size), r.largest_tensor)
     head = 0 if lora.is_used else largest * size
     rows = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1))
-    logits = rows * c.vocab_size * (8 + size) + head
+    logits = rows * c.vocab_size * (8 + size + 8 * r.updates_by_rows) + head
     yield Term(
         "logits", ("update",), logits, f"{rows} rows with gradients, and the largest matrix's gradient"
     )

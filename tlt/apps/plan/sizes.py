@@ -117,6 +117,11 @@ class PlannedRun:
         return self.config.rollout.engine == "vllm"
 
     @property
+    def updates_by_rows(self) -> bool:
+        """Whether the update takes the engine's numbers."""
+        return self.config.run.equal_rows and not self.is_gpu and not self.uses_vllm
+
+    @property
     def drafts_by_learned(self) -> bool:
         return self.drafter is not None and not isinstance(self.config.rollout.speculation, Off)
 

@@ -73,8 +73,8 @@ class RunSection(DeviceSection):
     equal_rows: bool = False
     """Whether a token's numbers depend on its own row alone: not on how many rows are computed with it, nor
     on whether they are prompt, decoding or verification. Then speculation changes no token in bfloat16
-    either. On CPUs our engine's do in any case, and with this the update takes them from it; on GPUs slower
-    kernels compute them, and the update computes its own."""
+    either. On CPUs the update takes the engine's numbers and routes; on GPUs slower kernels compute the
+    engine's, and the update computes its own."""
     checkpoint_every: NonNegativeInt = 10
     """Policy steps between checkpoints; 0: only at the end."""
     keep_checkpoints: PositiveInt = 2

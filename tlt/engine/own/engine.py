@@ -182,7 +182,7 @@ class RolloutEngine(RolloutBackend):
             # the cache is empty: it starts anew, without the room that an earlier long sequence needed
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
-        with self._recording(self.routes == "all"):
+        with self.model.recording(self.routes == "all"):
             prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
@@ -243,7 +243,7 @@ class RolloutEngine(RolloutBackend):
         recorded = recorded_length(self.graphs, self.model, self.cache, tree, length)
         nodes = layout(tree, prefixes, self.model.dtype, recorded)
         graphs = None if recorded is None else self.graphs
-        with self._recording(is_sampled or self.routes == "all"):
+        with self.model.recording(is_sampled or self.routes == "all"):
             captured_BNF, forward = forward_trees(
                 self.model, self.cache, tree, nodes, self.drafter.capture, graphs
             )
@@ -260,15 +260,6 @@ class RolloutEngine(RolloutBackend):
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
         self._remember(tree, captured_BNF, prefixes, verdicts)
         return verdicts
-
-    @contextmanager
-    def _recording(self, is_on: bool) -> Iterator[None]:
-        """Others, such as a drafter's training, call the model too."""
-        self.model.records_routes = is_on
-        try:
-            yield
-        finally:
-            self.model.records_routes = False
 
     def _split(self, captured: Tensor) -> tuple[Tensor, Tensor | None]:
         """(features, routes) of what `forward_capturing` returns."""

@@ -21,6 +21,7 @@ class Loops(NamedTuple):
     attention: ModuleType
     products: ModuleType
     layers: ModuleType
+    experts: ModuleType
 
 
 @cache
@@ -28,8 +29,8 @@ def load() -> Loops | None:
     if find_spec("numba") is None:
         return None
     with loading_numba():
-        from tlt.models.loops import attention, layers, products
-    return Loops(attention, products, layers)
+        from tlt.models.loops import attention, experts, layers, products
+    return Loops(attention, products, layers, experts)
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:

@@ -80,24 +80,29 @@ class Panels:
 
     def multiply(self, x_NI: Tensor, base_NO: Tensor | None = None) -> Tensor:
         """base + x Wᵀ, in the matrix's dtype. base_NO: of N rows or one; None: zeros."""
-        num_rows, width, dtype = len(x_NI), self.num_panels * LANES, self.weights.dtype
-        num_steps = self.weights.shape[1]
-        is_odd = self.num_in < num_steps * self.in_pairs
-        x_NI = (F.pad(x_NI, (0, 1)) if is_odd else x_NI).to(dtype).contiguous()
+        num_rows, width, x_NI = len(x_NI), self.num_panels * LANES, self.as_words(x_NI)
         out_NO = torch.empty(num_rows, width)
         if base_NO is not None:
             out_NO[:, : self.num_out] = base_NO
         addresses = (x_NI.data_ptr(), self.address, out_NO.data_ptr())
-        num_products = x_NI.numel() * width
-        num_threads = min(torch.get_num_threads(), 1 + num_products // PRODUCTS_PER_THREAD)
-        num_items = min(_items_of(num_threads), self.num_panels)
-        sizes = (num_rows, num_steps, self.num_panels, int(base_NO is not None))
+        num_threads = threads_for(x_NI.numel() * width)
+        num_items = min(items_for(num_threads), self.num_panels)
+        sizes = (num_rows, self.weights.shape[1], self.num_panels, int(base_NO is not None))
         call = np.array([(0, num_items, *addresses, *sizes)], _CALL)
         loops.Loop(self.function, call, num_threads).run()
-        return out_NO[:, : self.num_out].to(dtype)
+        return out_NO[:, : self.num_out].to(self.weights.dtype)
+
+    def as_words(self, x_NI: Tensor) -> Tensor:
+        """Rows as the loops read them."""
+        is_odd = self.num_in < self.weights.shape[1] * self.in_pairs
+        return (F.pad(x_NI, (0, 1)) if is_odd else x_NI).to(self.weights.dtype).contiguous()
 
 
-def _items_of(num_threads: int) -> int:
+def threads_for(num_products: int) -> int:
+    return min(torch.get_num_threads(), 1 + num_products // PRODUCTS_PER_THREAD)
+
+
+def items_for(num_threads: int) -> int:
     """A thread that is late leaves items to the others."""
     return 1 if num_threads == 1 else 2 * num_threads
 

@@ -19,6 +19,7 @@ from tlt.engine.equal_rows import EqualRows
 from tlt.models.attention import SharedPrompts
 from tlt.models.decoder import Policy, given
 from tlt.models.lora import BaseOf
+from tlt.models.routing import Routing
 from tlt.training.update.algorithms import entropy
 from tlt.training.update.plan import Experience, families_of
 from tlt.training.update.routes import Routes
@@ -42,8 +43,8 @@ def response_logprobs(
     """
     packed = _pack(batch, model.head_weight.device)
     if rows is not None and not torch.is_grad_enabled():
-        return _of_rows(rows, packed)
-    inputs = () if rows is None else rows.forward(packed.tokens_N, packed.families)
+        return _of_rows(rows, batch, packed, routes)
+    known = None if rows is None else rows.forward(packed.tokens_N, packed.families)
     attend = SharedPrompts(model.config, packed.families)
 
     def head(features_TE: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,23 +71,31 @@ def response_logprobs(
         return torch.cat(logprobs), torch.cat(entropies)
 
     arguments = packed.tokens_N, attend.positions(packed.tokens_N.device), attend, read
+    inputs = () if known is None else known.inputs
     if routes is None:
         result: tuple[Tensor, Tensor] = model(*arguments, inputs) if inputs else model(*arguments)
         return result
     routing = routes.routing(batch, packed.members, packed.starts, len(packed.tokens_N))
-    result = model(*arguments, routing)
-    routes.observe(batch, packed.starts, routing)
+    if known is not None:
+        routing = Routing(known.routes.view(-1, *routes.shape))
+    result = model(*arguments, inputs, routing)
+    routes.observe(batch, packed.starts, routing.found_NRK if known is None else known.routes)
     return result
 
 
 def logprobs_of_rows(rows: EqualRows, batch: Sequence[Experience]) -> tuple[Tensor, Tensor]:
     """As `response_logprobs`, of a model that is not trained."""
-    return _of_rows(rows, _pack(batch, rows.target.device))
+    return _of_rows(rows, batch, _pack(batch, rows.target.device), None)
 
 
 @torch.no_grad()
-def _of_rows(rows: EqualRows, packed: _Packed) -> tuple[Tensor, Tensor]:
-    (features_NE,) = rows.forward(packed.tokens_N, packed.families, every_layer=False)
+def _of_rows(
+    rows: EqualRows, batch: Sequence[Experience], packed: _Packed, routes: Routes | None
+) -> tuple[Tensor, Tensor]:
+    read = rows.forward(packed.tokens_N, packed.families, every_layer=False)
+    if routes is not None:
+        routes.observe(batch, packed.starts, read.routes)
+    (features_NE,) = read.inputs
     features_TE, size = features_NE[packed.predictors_T], _rows_per_chunk(rows.target.config.vocab_size)
     logprobs, entropies = [], []
     for part_TE, chosen_T in zip(features_TE.split(size), packed.targets_T.split(size), strict=True):

@@ -51,9 +51,9 @@ class Routes:
         return Routing(given_NRK.to(self.loads_RX.device))
 
     @torch.no_grad()
-    def observe(self, batch: Sequence[Experience], starts: Mapping[int, int], routing: Routing) -> None:
-        """Of the response's tokens that are read. Ranks' dummies have none."""
-        found_NRK = routing.found_NRK
+    def observe(self, batch: Sequence[Experience], starts: Mapping[int, int], found: Tensor) -> None:
+        """Of the response's tokens that are read. Ranks' dummies have none. found: [N, R·K]."""
+        found_NRK = found.view(-1, *self.shape)
         for i, response in enumerate(batch):
             own_TRK = found_NRK[starts[i] : starts[i] + response.num_own]
             if response.is_masked or not len(own_TRK):

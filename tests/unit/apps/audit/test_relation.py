@@ -115,6 +115,18 @@ INVARIANCE = ("--prompts", "prompts.jsonl", "--test", "invariance", "--batch-siz
 ENGINE = (*INVARIANCE, "--samples", "3", "--max-tokens", "20")
 
 
+def test_a_run_with_equal_rows_has_the_engines_bits_in_its_update(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("numba", reason="rows are equal in compiled loops")
+    words = ("--speculation", "off,ngram:4x1x4", "--equal-rows")
+    code, summary, _ = run(capsys, "engine", str(model), *ENGINE, *words)
+    assert code == 0
+    assert all(one["invariant"] for one in summary["ways"].values())
+    assert cli.main(("audit", "engine", str(model), *ENGINE, *words, "--dtype", "float64")) == 2
+    assert "--equal-rows: dtype is float64, where PyTorch's products depend on" in capsys.readouterr().err
+
+
 def test_our_engine_gives_the_same_bits_in_batches_and_with_drafts(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from tlt.apps.plan.kept import count_kept
 from tlt.apps.plan.memory import ALWAYS, MemoryPlan, plan_memory, slot_bytes
 from tlt.apps.plan.sizes import GIB, PlannedRun
 from tlt.apps.run.start import preflight
+from tlt.base.config.algorithm import AlgorithmSection
 from tlt.base.config.load import load_config
 from tlt.base.config.lora import LoraSection
 from tlt.base.config.schema import Config
@@ -84,6 +85,21 @@ def test_a_kl_takes_a_second_policy_unless_adapters_leave_the_first_in_place(tmp
     for rank, has_reference in ((0, True), (8, False)):
         plan = plan_memory(make_run(model, **{"algorithm.kl_coefficient": 0.1, "lora.rank": rank}))
         assert ("reference policy" in {term.name for term in plan.terms}) == has_reference
+
+
+def test_equal_rows_on_a_cpu_add_the_layers_inputs_and_an_engines_copy_for_a_kl(tmp_path: Path) -> None:
+    model = load_model_config(published("Qwen2.5-7B", tmp_path))
+    keys = {"sampling.max_tokens": 4096, "lora.rank": 8, "algorithm.kl_coefficient": 0.1}
+    usual, equal = (
+        plan_memory(replace(make_run(model, **keys, **{"run.equal_rows": is_on}), is_gpu=False))
+        for is_on in (False, True)
+    )
+    added = {term.name for term in equal.terms} - {term.name for term in usual.terms}
+    assert added == {"reference policy", "engine's numbers"}
+    assert size(equal, "reference policy") == size(equal, "engine")
+    tokens = AlgorithmSection().tokens_per_micro_batch
+    assert size(equal, "engine's numbers") == tokens * (28 + 1) * 3584 * 2
+    assert size(equal, "logits") > size(usual, "logits")
 
 
 # ── against the code it describes ───────────────────────────────────────────────────────────────────────────
