@@ -52,7 +52,6 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 class RolloutEngine(RolloutBackend):
     """Generates with PyTorch. All state lives in this object; nothing in it is random.
 
-    verify: an audit passes a faulty one.
     cache_bytes: of all caches; called whenever they start empty.
     routes: that are recorded; of a model without experts none.
     """
@@ -67,7 +66,6 @@ class RolloutEngine(RolloutBackend):
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
-        verify: Verify = verify,
         decode: Decode | None = None,
         cache_bytes: Callable[[], int | None] = lambda: None,
         routes: Routes = "none",
@@ -80,7 +78,7 @@ class RolloutEngine(RolloutBackend):
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, window, cache_bytes)
         self.drafter = self.memory.drafter
-        self.verify = verify
+        self.verify: Verify = verify
         self.routes = routes if model.num_routes else "none"
         self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None

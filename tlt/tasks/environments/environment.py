@@ -93,10 +93,17 @@ class Environments:
         self.factories = {name: _factory(factory) for name, factory in spec.factories.items()}
         place = f"environment.respond {spec.respond!r}"
         self.respond = _callable(place, spec.respond) if spec.respond else None
+        self._schemas: dict[str, list[dict[str, Any]]] = {}
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The tools of a row's environment, for the chat template. UserError for a tool without types or
         docstring."""
+        name = self.name_of(row)
+        if name not in self._schemas:
+            self._schemas[name] = self._describe(row)
+        return self._schemas[name]
+
+    def _describe(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         from transformers.utils import get_json_schema
 
         schemas = []

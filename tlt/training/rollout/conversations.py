@@ -139,7 +139,8 @@ class Conversations(Environments):
 
     def _after(self, talk: _Talk, answer: Answer, seconds: float) -> Turns:
         turns = talk.turns
-        counts = (0, 0, 0) if not talk.calls else (1, int(answer.is_error), int(answer.is_late))
+        is_call = bool(talk.calls) and not talk.is_ending  # calls of a last turn are not made
+        counts = (1, int(answer.is_error), int(answer.is_late)) if is_call else (0, 0, 0)
         return replace(
             turns,
             state=answer.state or turns.state,

@@ -84,6 +84,9 @@ def test_speculation_changes_nothing(
     assert told[0][0] != hash_of(model)
     turns = [one["turns"] for one in responses(tmp_path / "off")]
     assert sum(len(one["given"]) for one in turns) > 4
+    for one in responses(tmp_path / "off"):
+        results = [message for message in one["turns"]["messages"] if message["role"] == "tool"]
+        assert one["turns"]["num_calls"] == len(results) or one["finish_reason"] == "length"
     if kind == "tools":
         assert sum(one["num_errors"] for one in turns) > 0
         assert sum(one["num_calls"] for one in turns) > sum(one["num_errors"] for one in turns)
