@@ -47,6 +47,13 @@ def listens_at(pid):
     return sorted(found)
 
 
+if __name__ == "__mp_main__" and "IMPORTS_UNTIL_ORPHANED" in os.environ:
+    launcher = os.getppid()
+    say(importing=True)
+    while os.getppid() == launcher:
+        time.sleep(0.02)
+
+
 def is_free(port):
     try:
         socket.create_server(("127.0.0.1", port)).close()
@@ -245,13 +252,6 @@ def to_group_while_it_imports(number: signal.Signals) -> Send:
     return send
 
 
-def kill_launcher_while_its_ranks_import(launcher: int, _: list[int]) -> None:
-    """Once it has told them what to do, so that nothing is left for which they would have to wait."""
-    wait_for_ranks(launcher, 2)
-    time.sleep(0.3)
-    os.kill(launcher, signal.SIGKILL)
-
-
 def wait_for_ranks(launcher: int, num: int) -> list[int]:
     """The launcher starts the ranks in their order; what else the launcher has started runs another program."""
     deadline = time.monotonic() + 60
@@ -322,7 +322,11 @@ SCENARIOS = {
     "a rank leaves a silent store": Scenario("silent store"),
     "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
     "parent killed while the ranks import": Scenario(
-        "loop", (("started", 0.0, kill_launcher_while_its_ranks_import),), is_spawned=True
+        "loop",
+        # 0.3 s: until it has told them what to do, so that nothing is left for which they would have to wait
+        (("importing", 0.3, to_parent(signal.SIGKILL)),),
+        environ=(("IMPORTS_UNTIL_ORPHANED", "1"),),
+        is_spawned=True,
     ),
     "ctrl-c while the ranks import": Scenario(
         "loop", (("started", 0.0, to_group_while_it_imports(signal.SIGINT)),), is_spawned=True
