@@ -131,6 +131,7 @@ class TurnsRecord:
     num_timeouts: calls that failed by time-out.
     wait_seconds: time in which responses waited for their environment, summed.
     out_of_turns_share: share of responses that reached environment.max_turns.
+    kept_tokens: tokens of responses that went on, which the engine still had and did not read again.
     """
 
     per_response: float = 1.0
@@ -140,6 +141,7 @@ class TurnsRecord:
     num_timeouts: int = 0
     wait_seconds: float = 0.0
     out_of_turns_share: float = 0.0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class RolloutRecord:
     recalled_tokens: tokens of an earlier attempt, read from the journal.
     num_migrated: moves of a running response to an idle rank.
     num_preemptions: sequences put back to waiting for want of memory (rollout.kv_gib).
-    num_reread_tokens: tokens of preempted sequences that were read again.
+    num_reread_tokens: tokens of preempted sequences, and of those with a further turn, that were read again.
     groups_sampled: sampled groups, replacements included.
     groups_discarded: sampled groups that are not in the update.
     resample_rounds: rounds of dynamic sampling after the first.

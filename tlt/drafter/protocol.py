@@ -136,8 +136,15 @@ class Drafter(Drafting, ABC, Generic[P]):
     def move(self, source: int, target: int) -> None:
         """Moves a sequence."""
 
+    def park(self, slot: int, num_positions: int) -> Any:
+        """What `unpark` wants of a sequence that may go on later; it leaves its slot by `finish`."""
+
+    def unpark(self, slot: int, request: Request, parked: Any) -> None:
+        """Starts a sequence that was parked, in any slot."""
+        self.admit(slot, request)
+
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """Ends a response."""
+        """Ends a response, or one of its turns."""
 
     def withdraw(self, slot: int) -> None:
         """Ends an unfinished response."""
@@ -198,6 +205,13 @@ class WrappingDrafter(Drafter[P]):
     def move(self, source: int, target: int) -> None:
         for part in self.parts:
             part.move(source, target)
+
+    def park(self, slot: int, num_positions: int) -> tuple[Any, ...]:
+        return tuple(part.park(slot, num_positions) for part in self.parts)
+
+    def unpark(self, slot: int, request: Request, parked: tuple[Any, ...]) -> None:
+        for part, own in zip(self.parts, parked, strict=True):
+            part.unpark(slot, request, own)
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         for part in self.parts:

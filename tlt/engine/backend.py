@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt.base.records import TimedStep
 from tlt.base.spans import Span, SpanName
-from tlt.base.types import Finished, Request, Rollout
+from tlt.base.types import Finished, Request, ResponseId, Rollout, id_of
 from tlt.drafter.protocol import Drafting
 from tlt.engine.sequence import Decode, check_request
 from tlt.engine.stats import EngineStats
@@ -64,6 +64,9 @@ class RolloutBackend(ABC):
     target: Target | None = None
     """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
     generates_without_side_effects = False
+    parks = False
+    """Whether responses that end at a stop may go on: an environment answers. What the engine keeps of them
+    until then is its affair; `forget` tells that one has ended."""
 
     def __init__(
         self,
@@ -139,7 +142,13 @@ class RolloutBackend(ABC):
 
     def withdraw_waiting(self, num: int) -> list[Request]:
         """Takes from the end of the queue."""
-        return [self.waiting.pop() for _ in range(num)]
+        requests = [self.waiting.pop() for _ in range(num)]
+        for request in requests:
+            self.forget(id_of(request))
+        return requests
+
+    def forget(self, response_id: ResponseId) -> None:  # noqa: B027  # not every engine parks
+        """The response does not go on here."""
 
     def abort(self) -> None:
         """By the law, the same requests give the same tokens later."""

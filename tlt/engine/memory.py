@@ -2,7 +2,10 @@
 
 cache_bytes() ─▶ budget = max_bytes over [ keys and values │ the drafter's caches ] of every running sequence
                     ├─ has_room:     can the running sequences grow to this length?        no: preempt
-                    └─ fits_longer:  would one more leave room to grow for a while?        no: it waits
+                    ├─ fits_longer:  would one more leave room to grow for a while?        no: it waits
+                    └─ can_park:     is there room for one that waits for its turn?        no: read it again
+
+Running sequences displace those that wait.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 
 from tlt.base.types import Request, UserError
 from tlt.drafter.protocol import Drafter, NoDrafter
+from tlt.engine.parking import Parking
 from tlt.models.kv_budget import BLOCK, Budget
 from tlt.models.kv_cache import Cache
 
@@ -54,6 +58,7 @@ class CacheMemory:
     def __init__(self, cache: Cache, window: int, cache_bytes: Callable[[], int | None]) -> None:
         self.cache, self.window = cache, window
         self.drafter: Drafter[Any] = NoDrafter()
+        self.parking = Parking()
         self._cache_bytes = cache_bytes
         self._budget: Budget | None = None
 
@@ -68,11 +73,29 @@ class CacheMemory:
         return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
-        return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
+        return self.cache.holds(num_slots, length) or self._fits(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
         """Without room to grow, a new sequence would soon be preempted."""
-        return self.budget.fits(num_slots, self._longer(length))
+        return self._fits(num_slots, self._longer(length))
+
+    def _fits(self, num_slots: int, length: int) -> bool:
+        if not self.budget.fits(num_slots, length):
+            return False
+        while not self._unparked.fits(num_slots, length):
+            self.parking.forget_oldest()
+        return True
+
+    @property
+    def _unparked(self) -> Budget:
+        """Without the bytes of parked sequences."""
+        most = self.budget.max_bytes
+        return Budget(None if most is None else most - self.parking.num_bytes, self.slot_bytes)
+
+    def can_park(self, length: int) -> bool:
+        bytes_of_slots = self.cache.num_slots * self.slot_bytes(self.cache.capacity)
+        left = self._unparked.max_bytes
+        return left is None or bytes_of_slots + self.slot_bytes(length) <= left
 
     def max_slots(self, length: int) -> int:
         return self.budget.max_slots(self._longer(length))
@@ -83,11 +106,13 @@ class CacheMemory:
     def reserve(self, num_slots: int, length: int) -> None:
         """The drafter's caches may grow as far."""
         if not self.cache.holds(num_slots, length):
-            self.cache.reserve(num_slots, length, self.budget)
+            self._fits(num_slots, length)
+            self.cache.reserve(num_slots, length, self._unparked)
             self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
 
     def release(self) -> None:
         """Nothing may be running."""
+        self.parking.clear()
         self.cache.release()
         self.drafter.release()
         self._budget = None

@@ -76,6 +76,11 @@ class Sequence:
         return len(self.tokens) - 1
 
     @property
+    def begins_later_turn(self) -> bool:
+        turns = self.request.turns
+        return turns is not None and 0 < turns.num_settled == len(self.logprobs)
+
+    @property
     def samples_routes(self) -> bool:
         """Whether routes of a sample are still to be recorded: this engine drew all tokens so far."""
         return not self.request.token_ids and self.num_tokens <= ROUTED_TOKENS

@@ -37,7 +37,8 @@ class EngineStats:
     """num_drafts: verifications of at least one drafted token.
     survivors_by_depth: drafts accepted to depth 1, 2, …
     num_preemptions: sequences returned to the queue for lack of memory.
-    num_reread_tokens: tokens prefilled again after preemptions.
+    num_reread_tokens: tokens prefilled again after preemptions, or for a further turn.
+    num_kept_tokens: tokens of responses that went on with a further turn, which were not prefilled again.
     followed_by_age: accepted tokens of references, by updates since the reference's policy.
     predicted_seconds: of the steps whose speed the tuner predicted.
     won_seconds: saved by references: predicted seconds without them, less measured seconds.
@@ -53,6 +54,7 @@ class EngineStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_reread_tokens: int = 0
+    num_kept_tokens: int = 0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)

@@ -161,6 +161,14 @@ class Cache:
         for group in self.groups:
             group[:, target, :, :length] = group[:, source, :, :length]
 
+    def copy_out(self, slot: int, length: int) -> list[Tensor]:
+        """A sequence's entries, by layer."""
+        return [layer[slot, :, :length].clone() for layer in self.layers]
+
+    def copy_in(self, slot: int, entries: Sequence[Tensor]) -> None:
+        for layer, own in zip(self.layers, entries, strict=True):
+            layer[slot, :, : own.shape[1]] = own
+
     def release(self) -> None:
         self.num_slots, self.capacity = 0, BLOCK
         self.num_moves += 1

@@ -4,6 +4,7 @@ tokens of a cache that keeps all."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.lossless.helpers import ArtificialDrafter, by_id
 from tests.unit.models.compared import config_of, make_engine
 from tests.unit.models.families import VOCAB, logprobs, reference
 from tests.unit.models.test_any import COMPUTED
-from tlt.base.types import Request, SamplingParams
+from tlt.base.types import Request, SamplingParams, Turns, id_of
 from tlt.engine.own import prefill
 from tlt.models import kv_cache
 from tlt.models.kv_cache import Cache, ring_length
@@ -63,6 +64,32 @@ def test_a_layer_that_keeps_its_window_alone_changes_no_token(
     wanted_T = wanted_TV.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
     found_T = torch.tensor(rollout.logprobs, dtype=torch.float64)
     assert torch.allclose(found_T, wanted_T, rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-6)
+
+
+@pytest.mark.usefixtures("short_rings")
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_response_goes_on_from_its_rings(name: str) -> None:
+    """After a turn, in another slot, from what the engine kept of it; and as read from the start."""
+    engine, said = make_engine(name, torch.float64), (5, 6, 7, 8)
+    engine.parks = True
+    asked = make_requests()
+    stops = SamplingParams(max_tokens=60, stop_ids=tuple(range(VOCAB // 2)))
+    ended = [*engine.generate(replace(request, params=stops) for request in asked)]
+    ended = [one for one in ended if one.finish_reason == "stop"]
+    further = [
+        replace(
+            next(request for request in asked if id_of(request) == id_of(one)),
+            token_ids=(*one.token_ids, *said),
+            logprobs=(*one.logprobs, *[0.0] * len(said)),
+            turns=Turns(((len(one.token_ids), len(one.token_ids) + len(said)),)),
+        )
+        for one in reversed(ended)
+    ]
+    kept = by_id(engine.generate(further))
+    assert len(kept) > 1
+    assert engine.stats.num_kept_tokens == sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in ended)
+    read = by_id(make_engine(name, torch.float64).generate(further))
+    assert {k: r.token_ids for k, r in kept.items()} == {k: r.token_ids for k, r in read.items()}
 
 
 def test_windows_are_those_that_layers_attend_with() -> None:

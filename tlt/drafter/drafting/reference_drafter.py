@@ -176,6 +176,13 @@ class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
 
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
+        self._point(slot, request)
+
+    def unpark(self, slot: int, request: Request, parked: tuple[Any, ...]) -> None:
+        super().unpark(slot, request, parked)
+        self._point(slot, request)
+
+    def _point(self, slot: int, request: Request) -> None:
         reference = self.references.get(request.noise_key)
         skip = len(request.prompt_ids)
         self.cursors[slot] = None if reference is None else ReferenceCursor(reference, skip)

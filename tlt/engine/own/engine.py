@@ -6,7 +6,7 @@
              ▼
     step:  batch ─▶ choose a strategy ─▶ propose trees ─▶ verify: one target forward ─▶ commit ─▶ record
              ▼
-    release  what ended
+    release  what ended; one that may go on is parked
 
 Without speculation the tree is only its root. Time is measured here and nowhere below.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Slots
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import compress, count
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from tlt.base.spans import Span, SpanName
 from tlt.base.strategy import Strategy
-from tlt.base.types import DraftTree, Finished, Request, UserError, Verdict
+from tlt.base.types import DraftTree, Finished, Request, ResponseId, UserError, Verdict, id_of
 from tlt.base.uploads import upload
 from tlt.drafter.protocol import DraftContext, Drafter, LentDrafter, NoDrafter, Proposal
 from tlt.engine.backend import RolloutBackend
@@ -37,6 +38,7 @@ from tlt.engine.own.noise import BatchLaw, StepNoise
 from tlt.engine.own.prefill import prefill
 from tlt.engine.own.scheduler import Admission, Scheduler
 from tlt.engine.own.tree_forward import PIECE, along_paths, forward_trees, recorded_length
+from tlt.engine.parking import Parked
 from tlt.engine.sequence import Decode, Routes, Sequence, broken_policy
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import prepare_kernels
@@ -122,6 +124,13 @@ class RolloutEngine(RolloutBackend):
         super().check(request)
         self.memory.check(request)
 
+    def abort(self) -> None:
+        super().abort()
+        self.memory.parking.clear()
+
+    def forget(self, response_id: ResponseId) -> None:
+        self.memory.parking.forget(response_id)
+
     @torch.inference_mode()
     def _drop(self, slots: Slots[int]) -> None:
         for slot in slots:
@@ -135,6 +144,7 @@ class RolloutEngine(RolloutBackend):
     @contextmanager
     def without_side_effects(self, drafts: bool) -> Iterator[EngineStats]:
         assert self.is_idle, "responses are generated aside between phases"
+        self.memory.parking.clear()  # another drafter could not read it
         kept = self.tuner, self.drafter, self.stats, self.on_span
         self.tuner = deepcopy(self.tuner) if drafts else None
         self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
@@ -172,18 +182,40 @@ class RolloutEngine(RolloutBackend):
 
     def _prefill(self, admissions: list[Admission]) -> None:
         start = time.perf_counter()
-        for admission in admissions:
-            for slot in admission.slots:
-                self.drafter.admit(slot, self.running[slot].request)
         self._law = None
         if sum(len(a.slots) for a in admissions) == len(self.running):
             # the cache is empty: it starts anew, without the room that an earlier long sequence needed
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
+        admissions = [self._enter(admission) for admission in admissions]
         with self.model.recording(self.routes == "all"):
             prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
+
+    def _enter(self, admission: Admission) -> Admission:
+        """Into their slots, with what was parked of them."""
+        entering = [self.running[slot] for slot in admission.slots]
+        found = [self.memory.parking.take(id_of(one.request), one.tokens) for one in entering]
+        for slot, one, parked in zip(admission.slots, entering, found, strict=True):
+            if parked is not None:
+                self.drafter.unpark(slot, one.request, parked.draft)
+                self.cache.copy_in(slot, parked.entries)
+                self.stats.num_kept_tokens += len(parked.tokens)
+                continue
+            self.drafter.admit(slot, one.request)
+            if one.begins_later_turn:
+                self.stats.num_reread_tokens += one.num_cached
+        num_read = min(0 if parked is None else len(parked.tokens) for parked in found)
+        return replace(admission, num_read=num_read)
+
+    def _park(self, slot: int) -> None:
+        sequence = self.running[slot]
+        length = sequence.num_cached
+        if self.memory.can_park(length):
+            entries, draft = self.cache.copy_out(slot, length), self.drafter.park(slot, length)
+            kept = Parked(tuple(sequence.tokens[:length]), entries, draft, self.memory.slot_bytes(length))
+            self.memory.parking.park(id_of(sequence.request), kept)
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
         captured_TF, routes_TR = self._split(captured_TF)
@@ -318,6 +350,8 @@ class RolloutEngine(RolloutBackend):
             sequence = self.running[slot]
             rollout = sequence.to_rollout(self.model.version)
             captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
+            if self.parks and sequence.finish_reason == "stop":
+                self._park(slot)
             self.drafter.finish(slot, rollout)
             finished.append(Finished(rollout, captured_TF))
             self._vacate(slot)

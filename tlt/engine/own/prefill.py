@@ -45,10 +45,16 @@ def prefill(
 
     capture: see `forward_capturing`.
     """
-    for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
+    new = [a for a in admissions if len(a.tokens) > 1 and not a.num_read]
+    for group in prefill_groups(new, lambda a: len(a.tokens)):
         for admission, captured_TF in _read_first(model, cache, group, capture):
             on_read(admission.slots, 0, captured_TF)
-            for start, later_TF in _read_on(model, cache, admission, capture):
+            for start, later_TF in _read_on(model, cache, admission, capture, kv_cache.PREFILL_TOKENS):
+                on_read(admission.slots, start, later_TF)
+            cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
+    for admission in admissions:
+        if admission.num_read:
+            for start, later_TF in _read_on(model, cache, admission, capture, admission.num_read):
                 on_read(admission.slots, start, later_TF)
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
 
@@ -110,12 +116,12 @@ def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _read_on(
-    model: Target, cache: Cache, admission: Admission, capture: tuple[int, ...]
+    model: Target, cache: Cache, admission: Admission, capture: tuple[int, ...], start: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields position and features of each further part."""
+    """Yields position and features of each part from `start` on."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1
     layers = [layer[slot : slot + 1] for layer in cache.layers]
-    for first in range(kv_cache.PREFILL_TOKENS, num_read, _PART_TOKENS):
+    for first in range(start, num_read, _PART_TOKENS):
         end = min(first + _PART_TOKENS, num_read)
         columns_1T = torch.arange(first, end, device=model.device)[None]
         attend = cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))

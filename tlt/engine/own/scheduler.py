@@ -20,6 +20,8 @@ class Admission:
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
+    num_read: int = 0
+    """Tokens that the cache holds already."""
 
 
 class Scheduler:

@@ -43,6 +43,8 @@ class Conversations(Environments):
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
     """
 
+    lets_go_on = True
+
     def __init__(
         self,
         pool: EnvironmentPool[ResponseId],

@@ -60,6 +60,7 @@ class RolloutPhase:
         self.world, self.engine, self.queue = world, engine, queue
         self.sinks, self.timeline = sinks, timeline
         self.should_stop, self.show = should_stop, show
+        engine.parks = sinks.environments.lets_go_on
 
     def run(
         self,
@@ -270,6 +271,7 @@ class RolloutPhase:
 
     def _keep(self, whole: Sequence[Finished], work: ReplicaWork, ended: FinishedResponses) -> None:
         for one in whole:
+            self.engine.forget(id_of(one.rollout))
             ended.add(one)
             work.finish(id_of(one.rollout))
 

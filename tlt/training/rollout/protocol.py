@@ -109,6 +109,8 @@ class Environments:
     """Responses between two turns. They have left the engine, whose slots serve others, and come back as
     requests with what the environment said. This base has no environment: every response is whole."""
 
+    lets_go_on = False
+
     def begin(
         self, problems: Iterable[Problem], requests: Iterable[Sequence[Request]], journal: Journal
     ) -> None:

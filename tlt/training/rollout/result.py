@@ -171,7 +171,7 @@ class PhaseResult:
             groups_sampled=len(self.groups),
             groups_discarded=len(self.groups) - len(self.kept),
             resample_rounds=self.num_rounds - 1,
-            turns=turns_record(self.rollouts),
+            turns=turns_record(self.rollouts, stats.num_kept_tokens),
             followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda of: (len(of[0]), of[0]))),
         )
 
@@ -200,7 +200,7 @@ class PhaseResult:
         )
 
 
-def turns_record(rollouts: Sequence[Rollout]) -> TurnsRecord:
+def turns_record(rollouts: Sequence[Rollout], num_kept_tokens: int) -> TurnsRecord:
     turns = [rollout.turns for rollout in rollouts if rollout.turns is not None]
     num = len(rollouts)
     return TurnsRecord(
@@ -211,6 +211,7 @@ def turns_record(rollouts: Sequence[Rollout]) -> TurnsRecord:
         num_timeouts=sum(one.num_timeouts for one in turns),
         wait_seconds=sum(one.seconds for one in turns),
         out_of_turns_share=sum(rollout.finish_reason == "turns" for rollout in rollouts) / num,
+        kept_tokens=num_kept_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -35,6 +36,18 @@ class Levels(ABC):
     def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
         """Returns the logits [B, F, V] behind `tokens_BF`, children of the nodes `parents_BF` of those
         expanded last; None: a chain's only node."""
+
+
+@dataclass(frozen=True)
+class ParkedDraft:
+    """A sequence without a slot. first, count: see `DraftCache`. num_loads: of the drafter's weights that
+    `entries` were computed with."""
+
+    features_CF: Tensor
+    first: int
+    count: int
+    entries: list[Tensor]
+    num_loads: int
 
 
 class DraftCache(ABC):
@@ -86,6 +99,21 @@ class DraftCache(ABC):
         self.history.move(source, target)
         if self.counts[source]:
             self.cache.move(source, target, self.counts[source])
+
+    def park(self, slot: int, num_positions: int) -> ParkedDraft:
+        count = self.counts[slot]
+        entries = self.cache.copy_out(slot, count) if count else []
+        features_CF = self.history.copy_out(slot, num_positions)
+        return ParkedDraft(features_CF, self.firsts[slot], count, entries, self.model.num_loads)
+
+    def unpark(self, slot: int, parked: ParkedDraft) -> None:
+        """Entries of earlier weights are computed again from the features."""
+        self.history.copy_in(slot, parked.features_CF)
+        self.firsts[slot], self.counts[slot] = parked.first, 0
+        if parked.count and parked.num_loads == self.model.num_loads:
+            self.hold(slot + 1, parked.count)
+            self.cache.copy_in(slot, parked.entries)
+            self.counts[slot] = parked.count
 
     def slot_bytes(self, length: int) -> int:
         return self.cache.slot_bytes(length + self.spare) + self.history.slot_bytes(length)

@@ -23,7 +23,7 @@ from tlt.base.types import DraftTree, Request, Rollout, Verdict
 from tlt.base.uploads import upload
 from tlt.drafter.drafting.learned.caches import make_cache
 from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch, sent_to_host
-from tlt.drafter.drafting.learned.draft_cache import Levels
+from tlt.drafter.drafting.learned.draft_cache import Levels, ParkedDraft
 from tlt.drafter.drafting.learned.pair_cache import CaughtUp, PairLevels
 from tlt.drafter.drafting.learned.tree_selection import best_nodes, select
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
@@ -131,6 +131,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     def move(self, source: int, target: int) -> None:
         self.memory.move(source, target)
+
+    def park(self, slot: int, num_positions: int) -> ParkedDraft:
+        return self.memory.park(slot, num_positions)
+
+    def unpark(self, slot: int, request: Request, parked: ParkedDraft) -> None:
+        self.memory.unpark(slot, parked)
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
         history = self.memory.history

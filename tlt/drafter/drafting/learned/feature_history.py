@@ -101,6 +101,17 @@ class FeatureHistory:
         self._reserve(max(source, target) + 1, 0)
         self.ring_SCF[target] = self.ring_SCF[source]
 
+    def copy_out(self, slot: int, num_positions: int) -> Tensor:
+        """A sequence's columns."""
+        self.flush()
+        self._reserve(slot + 1, num_positions)
+        return self.ring_SCF[slot, :num_positions].clone()
+
+    def copy_in(self, slot: int, own_CF: Tensor) -> None:
+        self.flush()
+        self._reserve(slot + 1, len(own_CF))
+        self.ring_SCF[slot, : len(own_CF)] = own_CF
+
     def release(self) -> None:
         self._queue, self._slots, self._room = [], (), None
         self.ring_SCF = self.ring_SCF[:0, : min(BLOCK, self.num_columns)].clone()

@@ -68,6 +68,18 @@ class NgramDrafter(Drafter[NgramProposal]):
         self.problems.move_to_end(request.problem_id)
         self.slots[slot] = (index, index.open_sample(request.prompt_ids))
 
+    def park(self, slot: int, num_positions: int) -> tuple[SuffixIndex, int]:
+        return self._text(slot)
+
+    def unpark(self, slot: int, request: Request, parked: tuple[SuffixIndex, int]) -> None:
+        """Its text goes on; a second one would count its tokens twice."""
+        index, text = parked
+        if self.problems.get(request.problem_id) is index and index.reopen(text):
+            self.problems.move_to_end(request.problem_id)
+            self.slots[slot] = parked
+        else:
+            self.admit(slot, request)
+
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
 

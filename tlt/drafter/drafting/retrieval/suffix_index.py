@@ -123,6 +123,12 @@ class SuffixIndex:
         if num_surplus > 0:
             self._unread = [grown for grown in self._unread if grown[0] in self.texts]
 
+    def reopen(self, text: int) -> bool:
+        """False: it was forgotten."""
+        if text in self.texts:
+            self._open.add(text)
+        return text in self.texts
+
     def _index_elsewhere(self, prompt: tuple[int, ...]) -> None:
         """Indexes the prompt in the latest text that begins with it, if any."""
         heir = next((text for text, own in reversed(self._prompts.items()) if own == prompt), None)
