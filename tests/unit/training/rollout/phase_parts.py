@@ -89,6 +89,8 @@ class OneTokenEngine:
     num_waiting: int = 0
     policy_version: int = 0
 
+    def forget(self, response_id: ResponseId) -> None: ...
+
     @property
     def is_idle(self) -> bool:
         return not self.waiting
