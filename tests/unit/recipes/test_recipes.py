@@ -95,16 +95,24 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
 
 
-@pytest.mark.parametrize("name", ["math", "smollm2"])
-def test_a_copy_brings_the_file_of_its_task_and_no_other_and_draws_the_same_problems(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("math", "word_problems.py"), ("smollm2", "arithmetic.py"), ("smollm2/calculator", "calculator.py")],
+)
+def test_a_copy_brings_the_files_of_its_tasks_and_no_others_and_draws_the_same_problems(
+    name: str, task: str, tmp_path: Path
 ) -> None:
     copy_recipe(name, tmp_path / "mine")
     few = {"task.num_problems": 9, "rollout.problems_per_step": 2}
-    ours, copied = (load_config(path, few) for path in (find_recipe(name), tmp_path / "mine/quickstart.toml"))
-    (file,) = (tmp_path / "mine").rglob("*.py")
+    config = tmp_path / "mine" / find_recipe(name).name
+    ours, copied = (load_config(path, few) for path in (find_recipe(name), config))
+    file = tmp_path / "mine" / task
+    own = {loaded.split(":")[0] for loaded in re.findall(r"\w+\.py:\w+", _configs(tmp_path / "mine"))}
+    assert {path.name for path in (tmp_path / "mine").rglob("*.py")} == own
     assert copied.task.name == f"{file}:TASK"
-    assert ours.task.name == f"{find_recipe(name).with_name(file.name)}:TASK"
+    assert ours.task.name == f"{find_recipe(name).with_name(task)}:TASK"
+    respond = f"{file}:calculate" if task == "calculator.py" else None
+    assert copied.environment.respond == respond
     drawn = [
         make_problems(config.task.name, 9, 0, {"split": "train", **config.task.options})
         for config in (ours, copied)
@@ -114,7 +122,14 @@ def test_a_copy_brings_the_file_of_its_task_and_no_other_and_draws_the_same_prob
 
 @pytest.mark.parametrize(
     "name",
-    ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart", "smollm2/reasoning"],
+    [
+        "math/chain_sum",
+        "paper/qwen2.5-7b",
+        "countdown/headline",
+        "smollm2/quickstart",
+        "smollm2/reasoning",
+        "smollm2/calculator",
+    ],
 )
 def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -143,3 +158,7 @@ def test_init_without_a_name_lists_what_comes_along(capsys: pytest.CaptureFixtur
         *list_configs(),
         "own",
     ]
+
+
+def _configs(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("*.toml"))

@@ -156,12 +156,18 @@ def _find(text: str, folder: Path) -> Path | None:
 
 def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
     """FILE.py:object is an input as any other."""
-    task, rewards, tracking = (values.get(section) for section in ("task", "rewards", "tracking"))
+    names = ("task", "rewards", "tracking", "environment")
+    task, rewards, tracking, environment = (values.get(section) for section in names)
     options = task.get("options") if isinstance(task, dict) else None
-    for table, key in ((task, "name"), (options, "tasks"), (rewards, "functions"), (tracking, "use")):
+    factories = environment.get("factories") if isinstance(environment, dict) else None
+    lists = ((options, "tasks"), (rewards, "functions"), (tracking, "use"), (environment, "tools"))
+    single = ((task, "name"), (environment, "factory"), (environment, "respond"))
+    for table, key in (*lists, *single):
         if isinstance(table, dict) and key in table:
-            named = table[key]
-            table[key] = _with_paths(named if key == "name" else split_words(named), folder)
+            named = split_words(table[key]) if (table, key) in lists else table[key]
+            table[key] = _with_paths(named, folder)
+    if isinstance(factories, dict):
+        factories.update({name: _with_paths(factory, folder) for name, factory in factories.items()})
 
 
 def _with_paths(named: Any, folder: Path) -> Any:
