@@ -81,6 +81,7 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
     if window is not None and window < MIN_WINDOW:
         raise fields.other("sliding_window", f"a window has at least {MIN_WINDOW} tokens")
     _refuse_ropes(fields, config)
+    _refuse_activations(fields, config)
     num_heads, scaling = config.num_attention_heads, getattr(config, "logits_scaling", None)
     shapes = [_shape_of_heads(layer) for layer in config.per_layer_config]
     num_kv_heads, head_dim = map(max, zip(*shapes, strict=True))
@@ -183,6 +184,15 @@ def _read(fields: Fields) -> PreTrainedConfig:
     except Exception as error:  # transformers refuses by exceptions of many kinds
         raise fields.refusal("model_type", f"transformers cannot read it ({one_line(error, 160)})") from None
     return config
+
+
+def _refuse_activations(fields: Fields, config: PreTrainedConfig) -> None:
+    from transformers.activations import ACT2FN
+
+    for name in ("hidden_act", "hidden_activation"):
+        given = getattr(config, name, None)
+        if given is not None and given not in ACT2FN:
+            raise fields.other(name, "transformers has no such activation")
 
 
 def _refuse_ropes(fields: Fields, config: PreTrainedConfig) -> None:
