@@ -89,7 +89,7 @@ def _shrunk_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
 
 def precision(name: str) -> float:
     """In float64, of log-probabilities: transformers rounds to float32 in these families."""
-    return 1e-6 if EVERY[name]["model_type"] in ("gemma2", "gpt_oss", "llama4_text") else 1e-9
+    return 1e-6 if EVERY[name]["model_type"] in ("gemma2", "glm4_moe", "gpt_oss", "llama4_text") else 1e-9
 
 
 @cache
