@@ -65,8 +65,8 @@ class RolloutBackend(ABC):
     """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
     generates_without_side_effects = False
     parks = False
-    """Whether responses that end at a stop may go on: an environment answers. What the engine keeps of them
-    until then is its affair; `forget` tells that one has ended."""
+    """Whether responses that end at a stop may have further turns. Our engine then keeps their caches until
+    they go on or `forget` is called; vLLM has its prefix cache."""
 
     def __init__(
         self,

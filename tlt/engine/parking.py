@@ -19,15 +19,21 @@ from tlt.base.types import ResponseId
 
 @dataclass(frozen=True)
 class Parked:
-    """tokens: that the target has read. entries: keys and values, by layer. draft: from `Drafter.park`."""
+    """One response between two turns."""
 
     tokens: tuple[int, ...]
+    """Those that the target has read."""
     entries: list[Tensor]
+    """Keys and values by layer, [2 × kv heads, length, head dim]."""
     draft: Any
+    """From `Drafter.park`."""
     num_bytes: int
+    """Of all of it, as the memory's budget counts a slot."""
 
 
 class Parking:
+    """Parked responses, in the order in which they were parked. num_bytes: of all of them."""
+
     def __init__(self) -> None:
         self._parked: OrderedDict[ResponseId, Parked] = OrderedDict()
         self.num_bytes = 0

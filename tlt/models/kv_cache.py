@@ -162,10 +162,11 @@ class Cache:
             group[:, target, :, :length] = group[:, source, :, :length]
 
     def copy_out(self, slot: int, length: int) -> list[Tensor]:
-        """A sequence's entries, by layer."""
+        """Returns a copy of a sequence's entries by layer, [heads, at most `length`, head dim]."""
         return [layer[slot, :, :length].clone() for layer in self.layers]
 
     def copy_in(self, slot: int, entries: Sequence[Tensor]) -> None:
+        """Writes what `copy_out` gave; the slot must have room for it."""
         for layer, own in zip(self.layers, entries, strict=True):
             layer[slot, :, : own.shape[1]] = own
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from tlt.base.io.files import Record, get_id
+from tlt.base.io.files import Record, get_id, has_lone_surrogate
 from tlt.base.io.plugins import describe, get_object, split_name
 from tlt.base.types import UserError
 
@@ -124,6 +124,7 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
         place = f"task {name}, problem {number}"
         if not isinstance(problem, dict):
             raise UserError(f"{place}: is a {type(problem).__name__}; it must be a dict")
+        _refuse_half_characters(place, problem)
         problem_id = get_id(place, problem)
         if problem_id in numbers:
             raise UserError(
@@ -173,7 +174,14 @@ def _prepare(
         raise UserError(
             f"{place}: task {name}: prepare() returned a {type(problem).__name__}; it must be a dict"
         )
+    _refuse_half_characters(f"{place}: task {name}", problem)
     return {"problem_id": row["problem_id"], **problem} if "problem_id" in row else problem
+
+
+def _refuse_half_characters(place: str, problem: Record) -> None:
+    for key, value in problem.items():
+        if has_lone_surrogate([key, value]):
+            raise UserError(f"{place}: {key!r} has half of a character, such as '\\ud83d'; leave it out")
 
 
 @contextmanager

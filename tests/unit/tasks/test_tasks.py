@@ -12,7 +12,7 @@ import pytest
 
 from tests.golds import STORIES, SUMS
 from tests.refused import refused
-from tlt.tasks.base import BUILTIN, get_task, make_problems
+from tlt.tasks.base import BUILTIN, get_task, make_problems, prepare_records
 
 DRAWN: dict[str, dict[str, Any]] = {
     "countdown": {"mix": {"2": 1, "3": 1, "4": 1}, "max_number": 12, "max_target": 40},
@@ -57,3 +57,43 @@ def test_reward_workers_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "set()"
+
+
+class Halved:
+    """Its second problem has a lone surrogate somewhere."""
+
+    name = "halved"
+
+    def __init__(self, change: dict[str, Any]) -> None:
+        self.change = change
+
+    def problems(self, num: int, seed: int) -> list[dict[str, Any]]:
+        return [{"problem_id": str(n), "prompt": "p", **(self.change if n else {})} for n in range(2)]
+
+    def prepare(self, row: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        return {**row, **self.change}
+
+    def score(self, problem: dict[str, Any], response: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "\ud800"},
+        {"problem_id": "a\udfff"},
+        {"prompt": "\ud83d!"},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"about": {"\udc00": 1}},
+        {"\udc00": 1},
+    ],
+)
+def test_half_a_character_anywhere_in_a_problem_is_refused_in_a_line(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are UTF-8: it would end a run where it is first written."""
+    monkeypatch.setattr("tlt.tasks.base.get_task", lambda name: Halved(change))
+    with refused("task halved, problem 2: '.*' has half of a character"):
+        make_problems("halved", 2, 0, {})
+    with refused("rows.jsonl:1: task halved: '.*' has half of a character"):
+        prepare_records("halved", [("rows.jsonl:1", {"problem_id": "1", "prompt": "p"})], {})

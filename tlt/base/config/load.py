@@ -157,17 +157,22 @@ def _find(text: str, folder: Path) -> Path | None:
 def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
     """FILE.py:object is an input as any other."""
     names = ("task", "rewards", "tracking", "environment")
-    task, rewards, tracking, environment = (values.get(section) for section in names)
-    options = task.get("options") if isinstance(task, dict) else None
-    factories = environment.get("factories") if isinstance(environment, dict) else None
+    task, rewards, tracking, environment = (_table(values, section) for section in names)
+    options, factories = _table(task, "options"), _table(environment, "factories")
     lists = ((options, "tasks"), (rewards, "functions"), (tracking, "use"), (environment, "tools"))
-    single = ((task, "name"), (environment, "factory"), (environment, "respond"))
-    for table, key in (*lists, *single):
-        if isinstance(table, dict) and key in table:
-            named = split_words(table[key]) if (table, key) in lists else table[key]
-            table[key] = _with_paths(named, folder)
-    if isinstance(factories, dict):
-        factories.update({name: _with_paths(factory, folder) for name, factory in factories.items()})
+    for table, key in lists:
+        if key in table:
+            table[key] = _with_paths(split_words(table[key]), folder)
+    single = [(task, "name"), (environment, "factory"), (environment, "respond")]
+    for table, key in (*single, *((factories, name) for name in factories)):
+        if key in table:
+            table[key] = _with_paths(table[key], folder)
+
+
+def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Empty: there is none."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _with_paths(named: Any, folder: Path) -> Any:

@@ -223,12 +223,20 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if "\\ud" in text.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("an escape such as \\ud83d stands without its other half") from None
+    if "\\ud" in text.lower() and has_lone_surrogate(value):
+        raise ValueError("an escape such as \\ud83d stands without its other half")
     return value
+
+
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether a text in it cannot be encoded. What JSON cannot hold at all is another mistake: False."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return False
 
 
 def refuse_endless(value: Any) -> None:

@@ -194,19 +194,21 @@ class RolloutEngine(RolloutBackend):
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _enter(self, admission: Admission) -> Admission:
-        """Into their slots, with what was parked of them."""
+        """Puts into their slots what was parked of the sequences. They share a text, which is read from the
+        start unless all of them were parked."""
         entering = [self.running[slot] for slot in admission.slots]
         found = [self.memory.parking.take(id_of(one.request), one.tokens) for one in entering]
+        kept = [parked for parked in found if parked is not None]
+        num_read = min(len(parked.tokens) for parked in kept) if len(kept) == len(found) else 0
         for slot, one, parked in zip(admission.slots, entering, found, strict=True):
-            if parked is not None:
+            if parked is None:
+                self.drafter.admit(slot, one.request)
+            else:
                 self.drafter.unpark(slot, one.request, parked.draft)
                 self.cache.copy_in(slot, parked.entries)
-                self.stats.num_kept_tokens += len(parked.tokens)
-                continue
-            self.drafter.admit(slot, one.request)
-            if one.begins_later_turn:
+            self.stats.num_kept_tokens += num_read
+            if one.begins_later_turn and not num_read:
                 self.stats.num_reread_tokens += one.num_cached
-        num_read = min(0 if parked is None else len(parked.tokens) for parked in found)
         return replace(admission, num_read=num_read)
 
     def _park(self, slot: int) -> None:

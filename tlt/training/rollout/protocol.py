@@ -110,6 +110,7 @@ class Environments:
     requests with what the environment said. This base has no environment: every response is whole."""
 
     lets_go_on = False
+    """Whether a response that ends at a stop may have further turns."""
 
     def begin(
         self, problems: Iterable[Problem], requests: Iterable[Sequence[Request]], journal: Journal

@@ -352,3 +352,18 @@ def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> Non
     assert config.tracking.use == ["tensorboard"]
     one = load_config(folder / "run.toml", ["--rewards.functions", "mine:brief", "--rewards.weights", "0.5"])
     assert (one.rewards.functions, one.rewards.weights) == (("mine:brief",), (0.5,))
+
+
+def test_code_of_an_environment_is_found_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    path = tmp_path / "run.toml"
+    own = f"{tmp_path / 'mine.py'}:"
+    begin = "[model]\npath = 'a/b'\n[task]\nname = 'countdown'\n[environment]\n"
+    path.write_text(begin + "tools = ['mine.py:add', 'module:sub']\nrespond = 'mine.py:answer'")
+    environment = load_config(path).environment
+    assert environment.tools == (f"{own}add", "module:sub")
+    assert environment.respond == f"{own}answer"
+    path.write_text(begin + "factory = 'mine.py:Env'")
+    assert load_config(path).environment.factory == f"{own}Env"
+    path.write_text(begin + "factories = {chess = 'mine.py:Chess', go = 'module:Go'}")
+    assert load_config(path).environment.factories == {"chess": f"{own}Chess", "go": "module:Go"}

@@ -14,6 +14,7 @@ from tests.lossless.helpers import CONFIG, STOP, Switching, make_engine, make_po
 from tlt.base.strategy import Strategy
 from tlt.base.types import Finished, Request, Rollout, SamplingParams, Turns, id_of
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter
+from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
 from tlt.engine.own.engine import RolloutEngine
 from tlt.speculation.tuner.protocol import StrategyTuner
 from tlt.speculation.tuner.tuner import Fixed
@@ -208,3 +209,29 @@ def test_the_running_ones_displace_those_that_wait(blocks: float) -> None:
     assert max(held) <= most
     if blocks < 4:
         assert engine.stats.num_reread_tokens > 0
+
+
+def test_a_text_that_retrieval_knows_goes_on_and_is_kept_once() -> None:
+    engine = build("ngram:3x1x3", parks=True, drafter="ngram")
+    rollouts = converse(engine, requests())
+    assert isinstance(engine.drafter, NgramDrafter)
+    texts = [tuple(text) for index in engine.drafter.problems.values() for _, text in index.ended_texts()]
+    assert sorted(texts) == sorted((*one.prompt_ids, *one.token_ids) for one in rollouts.values())
+
+
+def test_of_samples_that_share_a_text_all_are_read_again_unless_all_were_parked() -> None:
+    def went_on(forgotten: int) -> tuple[list[tuple[int, ...]], RolloutEngine]:
+        engine = build("off", parks=True)
+        asked = requests(num_samples=2, greedy=True)[:2]
+        ended = sorted(engine.generate(asked), key=lambda one: one.sample_index)
+        assert ended[0].token_ids == ended[1].token_ids
+        for one in ended[:forgotten]:
+            engine.forget(id_of(one))
+        further = engine.generate([next_turn(asked, one) for one in ended])
+        return [one.token_ids for one in further], engine
+
+    kept, engine = went_on(0)
+    assert engine.stats.num_kept_tokens > engine.stats.num_reread_tokens == 0
+    read, engine = went_on(1)
+    assert engine.stats.num_reread_tokens > engine.stats.num_kept_tokens == 0
+    assert kept == read

@@ -40,14 +40,18 @@ class Levels(ABC):
 
 @dataclass(frozen=True)
 class ParkedDraft:
-    """A sequence without a slot. first, count: see `DraftCache`. num_loads: of the drafter's weights that
-    `entries` were computed with."""
+    """A sequence that has left its slot and may go on in another."""
 
     features_CF: Tensor
+    """The target's, by column of the history's ring."""
     first: int
+    """Position of the first entry."""
     count: int
+    """Entries that the drafter's cache had."""
     entries: list[Tensor]
+    """The drafter's keys and values, by layer."""
     num_loads: int
+    """Loads of the drafter's weights before the entries were computed: later weights make others."""
 
 
 class DraftCache(ABC):

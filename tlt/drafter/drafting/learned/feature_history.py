@@ -102,12 +102,13 @@ class FeatureHistory:
         self.ring_SCF[target] = self.ring_SCF[source]
 
     def copy_out(self, slot: int, num_positions: int) -> Tensor:
-        """A sequence's columns."""
+        """Returns a copy of a sequence's columns, [C, F], C at most `num_positions`."""
         self.flush()
         self._reserve(slot + 1, num_positions)
         return self.ring_SCF[slot, :num_positions].clone()
 
     def copy_in(self, slot: int, own_CF: Tensor) -> None:
+        """Writes what `copy_out` gave."""
         self.flush()
         self._reserve(slot + 1, len(own_CF))
         self.ring_SCF[slot, : len(own_CF)] = own_CF
