@@ -142,6 +142,10 @@ def entry(scenario, stop):
         time.sleep(60)
     elif scenario == "mistake" and rank == 1:
         raise UserError("model.path: '/nowhere' is missing; give a checkpoint folder")
+    elif scenario == "mistake of the store's rank" and rank == 0:
+        raise UserError("checkpoints: 'step-3' is a file; move it away")
+    elif scenario == "mistake of the store's rank":
+        world.store.wait(["never"])
     elif scenario == "fault" and rank == 1:
         raise ZeroDivisionError("in the middle of a step")
     elif scenario == "killed" and rank == 1:
@@ -291,6 +295,7 @@ CTRL_C = to_group(signal.SIGINT)
 SCENARIOS = {
     "collectives": Scenario("collectives", is_spawned=True),
     "mistake": Scenario("mistake", num_restarts=3),
+    "mistake of the store's rank": Scenario("mistake of the store's rank", is_spawned=True),
     "fault": Scenario("fault"),
     "killed": Scenario("killed"),
     "killed beside two that compute": Scenario(
@@ -472,6 +477,13 @@ def test_a_users_mistake_in_a_rank_is_one_line_and_exit_code_2(outcomes: dict[st
     assert outcome.code == 2
     assert outcome.stderr == "tlt: error: model.path: '/nowhere' is missing; give a checkpoint folder\n"
     assert len(outcome.of("ready")) == 2, "it is not tried again"
+    assert not outcome.survivors
+
+
+def test_torch_says_nothing_of_a_store_that_a_users_mistake_ended(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["mistake of the store's rank"]
+    assert outcome.code == 2
+    assert outcome.stderr == "tlt: error: checkpoints: 'step-3' is a file; move it away\n"
     assert not outcome.survivors
 
 

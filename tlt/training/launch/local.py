@@ -217,6 +217,8 @@ def _environment(threads_per_rank: int) -> Iterator[None]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # otherwise a reverse look-up of localhost may take 5 s
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
+        # torch otherwise warns of a rank that has ended with frames of C++, before the launcher says why
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     if sys.platform == "linux":
         added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
