@@ -150,7 +150,8 @@ class Turns:
         if value is None:
             return None
         given = tuple((first, end) for first, end in value["given"])
-        return Turns(**{**value, "given": given, "messages": tuple(value["messages"])})
+        known = {name: value[name] for name in Turns.__dataclass_fields__ if name in value}
+        return Turns(**{**known, "given": given, "messages": tuple(value["messages"])})
 
 
 @dataclass(frozen=True)

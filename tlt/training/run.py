@@ -143,7 +143,7 @@ class Run:
         rewards = config.rewards
         self.scorers = RewardPool(reward_spec(config), rewards.num_workers, rewards.timeout_seconds)
         chat, window = chat_format(config), model.config.max_positions
-        self.environments = build_environments(config, model.tokenizer, chat, window)
+        self.environments = build_environments(config.environment, model.tokenizer, chat, window)
         sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.environments)
         queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds

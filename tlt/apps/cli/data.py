@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import datetime
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from tlt.apps.cli.options import JsonObject, JsonTexts, Options, Written
+from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.section import Day
 from tlt.base.io.data import DataSource, read_data
 from tlt.base.kinds import PositiveInt
+from tlt.base.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.models.hf.prompts import EncodedPrompt
+    from tlt.models.hf.prompts import ChatFormat, EncodedPrompt
     from tlt.models.hf.tokenizer import Tokenizer
 
 Data = Annotated[Path | None, Written("DATA")]
 Subset = Annotated[str | None, Written("NAME")]
 Columns = JsonTexts
+NO_ENVIRONMENT = EnvironmentSection()
 
 
 class DataOptions(Options):
@@ -52,13 +56,27 @@ class PromptOptions(DataOptions):
     """Length of the longest prompt, in tokens; longer ones are left out, and counted."""
 
     def read_prompts(
-        self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int
+        self,
+        name: Path,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        window: int,
+        environment: EnvironmentSection = NO_ENVIRONMENT,
     ) -> list[EncodedPrompt]:
-        from tlt.models.hf.prompts import ChatFormat, describe_prompts, describe_template, encode_prompts
+        """Prompts as the environment shows them, with the rows as they were given."""
+        from tlt.models.hf.prompts import describe_prompts, describe_template, encode_prompts
 
-        day = None if self.date is None else datetime.date.fromisoformat(self.date)
-        chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs, day)
-        records, longest = read_data(self.source(name, "--prompts")), self.max_prompt_tokens
+        chat = self.chat_format(environment)
+        given, longest = read_data(self.source(name, "--prompts")), self.max_prompt_tokens
+        records = given
+        if environment.is_used:
+            from tlt.training.build.environment import check_turns, with_environment
+
+            if tokenizer is None:
+                raise UserError("--environment: needs a tokenizer, but the model's folder has none; add it")
+            records = with_environment(environment, given)
+            check_turns(environment, given, tokenizer, chat)
         rows = [record for _, record in records]
         for line in describe_template(rows, tokenizer, chat, "--chat true"):
             print(f"tlt: {line}", file=sys.stderr, flush=True)
@@ -67,4 +85,12 @@ class PromptOptions(DataOptions):
         )
         for line in describe_prompts(rows, len(prompts), longest, "--max-prompt-tokens"):
             print(f"tlt: {line}", file=sys.stderr, flush=True)
-        return prompts
+        row_of = {id(shown): row for (_, shown), (_, row) in zip(records, given, strict=True)}
+        return [replace(prompt, record=row_of[id(prompt.record)]) for prompt in prompts]
+
+    def chat_format(self, environment: EnvironmentSection = NO_ENVIRONMENT) -> ChatFormat:
+        from tlt.models.hf.prompts import ChatFormat
+
+        day = None if self.date is None else datetime.date.fromisoformat(self.date)
+        wraps = self.chat or environment.is_used
+        return ChatFormat(wraps, self.system_prompt, self.chat_template_kwargs, day)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +114,10 @@ def longest(requests: Sequence[Request]) -> int:
     return max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
 
 
-def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
+def generate_in_order(
+    engine: RolloutBackend, requests: Sequence[Request], responses: Iterable[Rollout] | None = None
+) -> list[Rollout]:
+    """responses: to the requests, as they end; None: the engine's own, of one turn."""
     answered: dict[ResponseId, Rollout] = {}
     begin = time.monotonic()
 
@@ -125,7 +128,7 @@ def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> li
         return Progress(len(answered), len(requests), "responses", note)
 
     with show_progress(progress):
-        for rollout in engine.generate(requests):
+        for rollout in engine.generate(requests) if responses is None else responses:
             answered[id_of(rollout)] = rollout
     return [answered[id_of(request)] for request in requests]
 

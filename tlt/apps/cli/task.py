@@ -18,8 +18,8 @@ from tlt.base.config.rewards import check_weights
 from tlt.base.config.section import split_words
 from tlt.base.io.data import DataSource, read_data
 from tlt.base.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
-from tlt.base.kinds import AnyFloat, Problems, Seed
-from tlt.base.types import Reward, UserError
+from tlt.base.kinds import AnyFloat, Problems, Seed, shorten
+from tlt.base.types import Reward, Turns, UserError
 
 if TYPE_CHECKING:
     from tlt.tasks.rewards.scoring import Completion, Scorer
@@ -123,8 +123,6 @@ class Score(DataOptions):
     @model_validator(mode="after")
     def _has_a_score(self) -> Score:
         check_weights(self.functions, self.weights, "--")
-        if self.name == "data" and not self.functions:
-            raise mistake("--functions: rows of data have no score of their own; give it, or a task's NAME")
         return self
 
 
@@ -134,11 +132,15 @@ def score(options: Score) -> Record:
 
     if options.out is not None:
         check_output_file(options.out, "--out")
-    scorer = Scorer(RewardSpec(options.name, options.functions, options.weights, options.solved_at))
     problems = _read_problems(options.name, options.source(options.problems, "--problems"))
+    answers = [_answer(options, problems, *row) for row in read_jsonl(options.responses, "--responses")]
+    has_own = any(answer.has_own_reward for answer in answers)
+    if options.name == "data" and not options.functions and not has_own:
+        raise UserError("--functions: rows of data have no score of their own; give it, or a task's NAME")
+    weights = options.functions, options.weights, options.solved_at
+    scorer = Scorer(RewardSpec(options.name, *weights, environment=has_own))
     for problem in [*problems.values()][:1]:
         scorer.check(problem)
-    answers = [_answer(options, problems, *row) for row in read_jsonl(options.responses, "--responses")]
     rewards = _score_groups(scorer, answers)
     scorer.close()
     scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
@@ -164,6 +166,12 @@ class _Answer:
     completion: Completion
 
     @property
+    def has_own_reward(self) -> bool:
+        """Whether its environment has given a reward."""
+        turns = self.completion.turns
+        return turns is not None and turns.reward is not None
+
+    @property
     def group(self) -> tuple[str, str, str]:
         """Responses scored together. A run's kept responses may be of several steps."""
         return self.problem_id, str(self.row.get("purpose")), str(self.row.get("policy_version"))
@@ -180,8 +188,24 @@ def _answer(options: Score, problems: Mapping[str, Record], place: str, row: Rec
     if not isinstance(text, str):
         raise UserError(f"{place}: text is {text!r}; it must be the response's text")
     thought = {"in_thought": True} if row.get("in_thought") is True else {}
-    token_ids = tuple(row.get("token_ids") or ())
-    return _Answer(place, problem_id, row, Completion(problems[problem_id] | thought, text, token_ids))
+    token_ids, turns = tuple(row.get("token_ids") or ()), _turns(place, row)
+    if turns is not None:
+        text, token_ids = row["turns"]["last_turn"], token_ids[turns.num_settled :]
+    completion = Completion(problems[problem_id] | thought, text, token_ids, turns=turns)
+    return _Answer(place, problem_id, row, completion)
+
+
+def _turns(place: str, row: Record) -> Turns | None:
+    """Of a response with an environment, of which the last turn is scored."""
+    given = row.get("turns")
+    try:
+        if given is not None and not isinstance(given["last_turn"], str):
+            raise TypeError
+        return Turns.read(given)
+    except (TypeError, ValueError, KeyError):
+        raise UserError(
+            f"{place}: turns is {shorten(given)}; it must be as tlt generate --environment writes it"
+        ) from None
 
 
 def _score_groups(scorer: Scorer, answers: Sequence[_Answer]) -> list[Reward]:

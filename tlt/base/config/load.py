@@ -24,9 +24,10 @@ from typing import Any
 
 from tlt.base.config.arguments import read_words
 from tlt.base.config.elsewhere import find_elsewhere
+from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.mistakes import Keys, section_of, suggest_key, validate
 from tlt.base.config.schema import DEFAULT_OUT_DIR, Config
-from tlt.base.config.section import split_words
+from tlt.base.config.section import Section, split_words
 from tlt.base.io.hub import Repository
 from tlt.base.io.plugins import is_file, split_name
 from tlt.base.io.recipes import find_config
@@ -88,6 +89,28 @@ def load_config(
     config = validate(Config, values, file, places)
     _check_paths(config, file, places)
     return config
+
+
+def load_environment(source: Path, place: str) -> EnvironmentSection:
+    """Returns the section [environment] of a configuration, whose other sections are not read.
+
+    source: a TOML file, a recipe's name, or the folder of a run.
+
+    Raises UserError, beginning with `place`, where nothing in it answers.
+    """
+    path = source / "config.json" if source.is_dir() else find_config(source)
+    values = _read_file(path)
+    _resolve_code(values, path.parent)
+    table = {"environment": values.get("environment", {})}
+    section = validate(_EnvironmentAlone, table, str(path)).environment
+    if not section.is_used:
+        remedy = "give a configuration whose [environment] has tools, factory, factories or respond"
+        raise UserError(f"{place}: {path} has no environment; {remedy}")
+    return section
+
+
+class _EnvironmentAlone(Section):
+    environment: EnvironmentSection
 
 
 def _copy(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,8 @@ class Scorer:
     def score(self, group: Sequence[Completion]) -> list[Reward]:
         alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
         together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
-        return [self.combine(*parts) for parts in zip(alone, together, strict=True)]
+        parts = zip(alone, together, group, strict=True)
+        return [self.combine(own, of_functions, one) for own, of_functions, one in parts]
 
     def answer(self, call: Call) -> list[Reward]:
         """Returns a part of each reward; `combine` joins the parts."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.base.config.environment import EnvironmentSection
-from tlt.base.config.schema import Config
 from tlt.base.io.files import Record
 from tlt.base.types import ResponseId, UserError
 from tlt.models.hf.prompts import ChatFormat
@@ -48,11 +47,12 @@ def with_environment(
 
 
 def build_environments(
-    config: Config, tokenizer: Tokenizer, chat: ChatFormat, window: int
+    section: EnvironmentSection, tokenizer: Tokenizer | None, chat: ChatFormat, window: int
 ) -> protocol.Environments:
-    section = config.environment
+    """tokenizer: None: only without an environment."""
     if not section.is_used:
         return protocol.Environments()
+    assert tokenizer is not None
     spec = environment_spec(section)
     environments = Environments(spec)
     pool = EnvironmentPool[ResponseId](spec, section.num_workers, section.tool_timeout_seconds)

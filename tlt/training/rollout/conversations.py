@@ -9,11 +9,12 @@ read back after a kill; it is never asked for again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tlt.base.types import Finished, FinishReason, Problem, Request, ResponseId, Rollout, Turns, id_of
+from tlt.engine.backend import RolloutBackend
 from tlt.models.hf.turns import Call, TurnWriter
 from tlt.tasks.environments.environment import Answer, Ask, say_error
 from tlt.tasks.environments.pool import EnvironmentPool
@@ -89,9 +90,9 @@ class Conversations(Environments):
     def has_news(self) -> bool:
         return bool(self._whole) or self.pool.has_news
 
-    def collect(self) -> tuple[list[Request], list[Finished]]:
+    def collect(self, timeout: float | None = 0.0) -> tuple[list[Request], list[Finished]]:
         going_on = []
-        for response_id, answer, seconds in self.pool.collect():
+        for response_id, answer, seconds in self.pool.collect(0.0 if self._whole else timeout):
             talk = self._waiting[response_id]
             talk.turns = self._after(talk, answer, seconds)
             if talk.is_ending or answer.failure:
@@ -193,6 +194,26 @@ class Conversations(Environments):
 
     def _writer(self, rollout: Rollout) -> TurnWriter:
         return self.writer_of(self._rows[rollout.problem_id])
+
+
+def converse(
+    engine: RolloutBackend,
+    environments: Environments,
+    problems: Iterable[Problem],
+    requests: Sequence[Request],
+) -> Iterator[Rollout]:
+    """Yields each response as it ends, without a run's queue and journal."""
+    engine.parks = environments.lets_go_on
+    environments.begin(problems, [requests], Journal())
+    engine.add(requests)
+    while not engine.is_idle or environments.is_waiting:
+        going_on, whole = environments.collect(None if engine.is_idle else 0.0)
+        engine.add(going_on)
+        if not engine.is_idle:
+            whole += [finished for finished in engine.step() if not environments.take(finished)]
+        for finished in whole:
+            engine.forget(id_of(finished.rollout))
+            yield finished.rollout
 
 
 def _ended_by(finished: Finished, reason: FinishReason) -> Finished:

@@ -131,8 +131,9 @@ class Environments:
         """Whether `collect` would return anything."""
         return False
 
-    def collect(self) -> tuple[list[Request], list[Finished]]:
-        """(responses that go on, responses that their environment ended), without waiting."""
+    def collect(self, timeout: float | None = 0.0) -> tuple[list[Request], list[Finished]]:
+        """(responses that go on, responses that their environment ended). timeout: seconds to wait for the
+        first; None: until it comes."""
         return [], []
 
     def abandon(self) -> None: ...

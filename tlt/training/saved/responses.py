@@ -5,7 +5,7 @@
 
 A line has the fields of `tlt generate` without logprobs, and: purpose and policy_step of the noise's key,
 policy_version, reward (null: it could not be scored), is_solved; if there are any, reward_parts,
-reward_error, in_thought and drafts (DraftOutcome's fields).
+reward_error, in_thought, drafts (DraftOutcome's fields) and turns (`turns_of`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tlt.base.io.files import Record, matches, write_jsonl
-from tlt.base.types import Purpose, Reward, Rollout
+from tlt.base.types import Purpose, Reward, Rollout, Turns
 from tlt.training.rollout.result import PhaseResult
 
 FOLDER = "responses"
@@ -44,6 +44,13 @@ def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
             number = path.stem.rpartition("-")[2]
             if number.isdigit() and int(number) not in remains:
                 path.unlink()
+
+
+def turns_of(rollout: Rollout, turns: Turns, decode: Callable[[Sequence[int]], str]) -> Record:
+    """The fields of Turns but its state, and last_turn: the text of the policy's last turn, which is
+    scored."""
+    told = {name: value for name, value in asdict(turns).items() if name != "state"}
+    return {**told, "last_turn": decode(rollout.last_turn)}
 
 
 class KeptResponses:
@@ -123,7 +130,7 @@ class KeptResponses:
         if rollout.drafts is not None:
             line["drafts"] = rollout.drafts
         if rollout.turns is not None:
-            line["turns"] = {k: v for k, v in asdict(rollout.turns).items() if k != "state"}
+            line["turns"] = turns_of(rollout, rollout.turns, self.decode)
         if reward.parts:
             line["reward_parts"] = dict(reward.parts)
         if reward.error:
