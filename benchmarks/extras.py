@@ -113,6 +113,13 @@ USES: dict[str, Use] = {
         [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
         {"sums.py": TASKSET},
     ),
+    "textarena": Use(
+        [
+            f"tlt train math {STEP} --task.name seeds --task.num_problems 20 --task.options "
+            "'{game = \"GuessTheNumber-v0\"}' --environment.factory tlt.tasks.environments.textarena:Game"
+        ],
+        {},
+    ),
     "wandb": Use(
         [f"tlt train countdown {STEP} --tracking.use wandb"], {}, ["run/wandb/offline-run-*/run-*.wandb"]
     ),

@@ -19,6 +19,7 @@ BUILTIN = {
     "data": "tlt.tasks.data:TASK",
     "math": "tlt.tasks.math:TASK",
     "mixture": "tlt.tasks.mixture:TASK",
+    "seeds": "tlt.tasks.seeds:TASK",
 }
 
 TASK_FAMILIES = {

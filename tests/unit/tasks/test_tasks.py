@@ -18,6 +18,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "countdown": {"mix": {"2": 1, "3": 1, "4": 1}, "max_number": 12, "max_target": 40},
     SUMS: {"operations": ["+", "-", "*", "max"], "digits": [1, 3], "terms": [2, 4]},
     STORIES: {"steps": {"2": 1, "4": 1}},
+    "seeds": {"game": "GuessTheNumber-v0"},
 }
 
 

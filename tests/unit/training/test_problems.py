@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tlt.base.config.load import load_config
-from tlt.base.types import UserError
+from tlt.base.types import Problem, UserError
 from tlt.tasks.base import get_task, make_problems
-from tlt.training.build.problems import load_problems
+from tlt.training.build.problems import describe_overlap, load_problems
 
 BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
 SCORE = "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': True}\nTASK = Mine()\n"
@@ -138,3 +138,17 @@ def test_problems_that_no_run_can_take_are_refused(
     lines: list[Any], per_step: int, told: str, tmp_path: Path
 ) -> None:
     assert re.search(told, refusal(lambda: problems_from(tmp_path, *lines, per_step=per_step)))
+
+
+def test_held_out_problems_that_are_trained_on_are_told() -> None:
+    """An environment begins by its row: there a prompt alone is no problem."""
+
+    def problem(name: str, **columns: Any) -> Problem:
+        return Problem(name, (1, 2), {"problem_id": name, **columns})
+
+    train, other, same = problem("a", seed=2), problem("b", seed=3), problem("c", seed=2)
+    assert "1 of 1 held-out problems are trained on" in str(describe_overlap([train], [other]))
+    assert describe_overlap([train], [other], by_row=True) is None
+    assert "('c' is training problem 'a')" in str(describe_overlap([train], [other, same], by_row=True))
+    assert describe_overlap([problem("a")], [problem("b")], by_row=True) is None  # named by its id alone
+    assert describe_overlap([problem("a")], [problem("a")], by_row=True)

@@ -37,7 +37,11 @@ class EnvironmentSection(Section):
 
     @property
     def is_used(self) -> bool:
-        return bool(self.tools or self.factory or self.factories or self.respond)
+        return bool(self.tools or self.has_factory or self.respond)
+
+    @property
+    def has_factory(self) -> bool:
+        return bool(self.factory or self.factories)
 
     @model_validator(mode="before")
     @classmethod

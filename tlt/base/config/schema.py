@@ -306,10 +306,11 @@ class Config(Section):
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"
-        may_give = self.environment.factory or self.environment.factories  # get_reward()
-        if task.name == "data" and not set(self.rewards.functions) - {"task"} and not may_give:
-            what = "task.name is 'data' (the default), which scores nothing"
-            yield f"{what}: give a task.name, or rewards.functions"
+        may_give = self.environment.has_factory  # get_reward()
+        scores_nothing = {"data": "'data' (the default)", "seeds": "'seeds'"}.get(task.name)
+        if scores_nothing and not set(self.rewards.functions) - {"task"} and not may_give:
+            what = f"task.name is {scores_nothing}, which scores nothing"
+            yield f"{what}: give a task.name, rewards.functions, or environment.factory"
         if not self.run.num_steps and not evaluation.num_problems:
             what = "run.num_steps and evaluation.num_problems are both 0: nothing would be done"
             yield f"{what}; raise one of them"

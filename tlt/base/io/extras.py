@@ -23,6 +23,7 @@ PURPOSES: Mapping[str, str] = {
     "math": "the task math",
     "reasoning-gym": "the tasks reasoning-gym:NAME",
     "verifiers": "the tasks verifiers:NAME",
+    "textarena": "games as environments",
     "wandb": "tracking with Weights & Biases",
     "tensorboard": "tracking with TensorBoard",
     "trackio": "tracking with Trackio",

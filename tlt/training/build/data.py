@@ -46,7 +46,7 @@ class RunData:
 
     @property
     def notes(self) -> list[str]:
-        overlap = describe_overlap(self.problems, self.held_out)
+        overlap = describe_overlap(self.problems, self.held_out, self.config.environment.has_factory)
         return [*chain.from_iterable(one.notes for one in self.read.values()), *filter(None, [overlap])]
 
     def decode(self, token_ids: Sequence[int]) -> str:

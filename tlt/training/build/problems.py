@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,16 +97,29 @@ def chat_format(config: Config) -> ChatFormat:
     )
 
 
-def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:
-    """None: no overlap. No error, since large data sets repeat rows."""
-    trained = {problem.prompt_ids: problem.problem_id for problem in train}
-    shared = [problem for problem in held_out if problem.prompt_ids in trained]
+def describe_overlap(
+    train: Sequence[Problem], held_out: Sequence[Problem], by_row: bool = False
+) -> str | None:
+    """None: no overlap. No error, since large data sets repeat rows.
+
+    by_row: environments begin by a problem's row, so problems of one prompt differ."""
+    what_is_asked: Callable[[Problem], Hashable] = _row_of if by_row else lambda problem: problem.prompt_ids
+    trained = {what_is_asked(problem): problem.problem_id for problem in train}
+    shared = [problem for problem in held_out if what_is_asked(problem) in trained]
     if not shared:
         return None
     example, number = shared[0], f"{len(shared):,} of {len(held_out):,} held-out problems"
-    pair = f"{example.problem_id!r} is training problem {trained[example.prompt_ids]!r}"
+    pair = f"{example.problem_id!r} is training problem {trained[what_is_asked(example)]!r}"
     remedy = "leave them out of task.data, or evaluate on others"
     return f"evaluation: {number} are trained on, too ({pair}): {remedy}"
+
+
+def _row_of(problem: Problem) -> Hashable:
+    """The prompt and the row without its name; of a row that has nothing else, the name."""
+    columns = {
+        name: value for name, value in problem.data.items() if name not in ("problem_id", "in_thought")
+    }
+    return problem.prompt_ids, json.dumps(columns, sort_keys=True) if columns else problem.problem_id
 
 
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:

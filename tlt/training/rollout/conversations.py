@@ -74,7 +74,7 @@ class Conversations(Environments):
         turn = self._writer(rollout).read(rollout.last_turn)
         talk = _Talk(finished, rollout.turns or Turns(), turn.message, [*turn.calls])
         goes_on = rollout.finish_reason == "stop" and bool(talk.calls or self.speaks)
-        if goes_on and len(talk.turns.given) + 1 >= self.max_turns:
+        if talk.calls and goes_on and self._is_last(talk):
             talk.finished, goes_on = _ended_by(finished, "turns"), False
         self._waiting[id_of(rollout)] = talk
         if goes_on:
@@ -104,6 +104,9 @@ class Conversations(Environments):
                 talk.calls = talk.calls[1:]
                 if talk.calls:
                     self._advance(talk)
+                elif self._is_last(talk):  # told to `respond`, since its reward may hang on it
+                    talk.finished = _ended_by(talk.finished, "turns")
+                    self._advance(talk, ends=True)
                 elif (request := self._go_on(talk)) is not None:
                     going_on.append(request)
         whole, self._whole = self._whole, []
@@ -134,6 +137,9 @@ class Conversations(Environments):
         else:
             messages = [*_prompt(row), *talk.turns.messages, talk.spoken]
             self.pool.ask(id_of(talk.rollout), Ask("respond", row, state, messages=messages))
+
+    def _is_last(self, talk: _Talk) -> bool:
+        return len(talk.turns.given) + 1 >= self.max_turns
 
     def _message(self, talk: _Talk, text: str) -> dict[str, Any]:
         if not talk.calls:

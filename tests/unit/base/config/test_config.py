@@ -209,7 +209,7 @@ def test_a_missing_file_is_named() -> None:
         (MINIMAL.replace("path", "pth"), ": model.pth is unknown; did you mean model.path?"),
         ("[task]\nname = 'countdown'", "model is missing; add a section [model]"),
         ("[model]\n[task]", "model.path is missing; add it to section [model]"),
-        ("[model]\npath = 'base'\n[task]", "give a task.name, or rewards.functions"),
+        ("[model]\npath = 'base'\n[task]", "give a task.name, rewards.functions, or environment.factory"),
         (f"{MINIMAL}[run]\nseed = '7'", ": run.seed is '7'; it must be a valid integer"),
         (f"run = 3\n{MINIMAL}", "run is 3; it must be a table of keys"),
     ],
@@ -223,7 +223,9 @@ def test_a_mistake_in_the_file_is_told_with_its_place_and_remedy(folder: Path, t
 
 def test_a_task_is_needed_where_no_reward_function_scores(folder: Path) -> None:
     path = write(folder, '[model]\npath = "base"\n[task]\n')
-    assert "give a task.name, or rewards.functions" in mistake(path, "--rewards.functions", '["task"]')
+    assert "give a task.name, rewards.functions, or environment.factory" in mistake(
+        path, "--rewards.functions", '["task"]'
+    )
     assert load_config(path, ["--rewards.functions", '["mine:f"]']).task.name == "data"
 
 

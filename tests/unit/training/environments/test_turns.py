@@ -111,6 +111,17 @@ def test_a_turn_is_the_templates_text_and_the_drawn_tokens_stay(model: Path, tmp
     assert seen > 4
 
 
+def test_a_last_turn_is_told_to_the_environment_which_may_reward_it(model: Path, tmp_path: Path) -> None:
+    listener = {"tools": [], "factory": f"{TOOLS}:Listener", "max_turns": 3}
+    config = configure(model, tmp_path / "run", "tools", environment=listener, rewards={"functions": []})
+    assert train(config).is_finished
+    ended = [one for one in responses(tmp_path / "run") if one["finish_reason"] == "turns"]
+    assert ended
+    for one in ended:
+        assert len(one["turns"]["given"]) == 2
+        assert one["reward"] == pytest.approx(0.3)
+
+
 def some_rollouts() -> list[Rollout]:
     """Of one to six turns."""
     torch.manual_seed(3)

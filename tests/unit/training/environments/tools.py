@@ -67,6 +67,20 @@ class Game:
         return self.guesses / 4 + self.number / 100
 
 
+class Listener:
+    """Never ends a response; the reward is how many turns it heard, in tenths."""
+
+    def reset(self, **row: Any) -> None:
+        self.heard = 0
+
+    def respond(self, messages: list[dict[str, Any]]) -> str:
+        self.heard += 1
+        return "go on"
+
+    def get_reward(self) -> float:
+        return self.heard / 10
+
+
 def echo(messages: list[dict[str, Any]]) -> str | None:
     """Answers with the length of what was said, three times."""
     said = [message for message in messages if message["role"] == "assistant"]

@@ -1,0 +1,31 @@
+"""Rows that differ by a seed alone, for environments that begin by it: games, puzzles, simulations.
+
+[task]
+name = "seeds"
+options = { game = "GuessTheNumber-v0" }      # columns of every row, beside `seed`
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tlt.base.io.files import Record
+from tlt.base.types import UserError
+from tlt.tasks.splits import check_split
+
+MAX_SEED = 2**31
+
+
+class Seeds:
+    def problems(self, num: int, seed: int, split: str, **columns: Any) -> list[Record]:
+        """Held-out seeds are odd, those of training even. columns: given to the environment as they are."""
+        is_test = check_split("seeds", split) == "test"
+        drawn = random.Random(f"seeds {split} {seed}").sample(range(0, MAX_SEED, 2), num)
+        return [{"problem_id": f"seed-{n + is_test}", "seed": n + is_test, **columns} for n in drawn]
+
+    def score(self, problem: Record, response_text: str) -> Record:
+        raise UserError("task seeds: scores nothing; give an environment.factory with get_reward()")
+
+
+TASK = Seeds()
