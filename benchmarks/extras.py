@@ -29,6 +29,8 @@ STEP = "--run.num_steps 1 --run.num_ranks 1 --rollout.problems_per_step 2 --roll
 """Options that make a recipe one step of four short responses."""
 
 GSM8K = '{"question": "2+%d=", "answer": "It is %d. #### %d"}\n'
+GSM8K_TURNS = '{"env_class": "gsm8k_multi_turn", "prompt": "2+%d=", "reward_spec": {"ground_truth": "%d"}, '
+GSM8K_TURNS += '"max_turns": 2}\n'
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -112,6 +114,13 @@ USES: dict[str, Use] = {
     "verifiers": Use(
         [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
         {"sums.py": TASKSET},
+    ),
+    "skyrl-gym": Use(
+        [
+            f"tlt train math {STEP} --task.name data --task.options {{}} --task.data rows.jsonl "
+            "--environment.factory tlt.tasks.environments.skyrl_gym:Env"
+        ],
+        {"rows.jsonl": "".join(GSM8K_TURNS % (i, 2 + i) for i in range(20))},
     ),
     "textarena": Use(
         [

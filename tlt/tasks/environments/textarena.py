@@ -1,7 +1,9 @@
 """Games of textarena that one player plays against the game itself.
 
-environment.factory = "tlt.tasks.environments.textarena:Game"
-a row: {"game": "GuessTheNumber-v0", "seed": 3, "options": {"max_turns": 6}}
+    environment.factory = "tlt.tasks.environments.textarena:Game"
+    {"game": "GuessTheNumber-v0", "seed": 3, "options": {"max_turns": 6}}
+
+A row names the game.
 """
 
 from __future__ import annotations
