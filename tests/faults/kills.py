@@ -110,7 +110,7 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
                 words, env=environ, capture_output=True, text=True, check=False, timeout=left
             )
         except subprocess.TimeoutExpired as late:
-            return {"outcome": f"hangs: {late.stdout!r}"}
+            return {"outcome": f"hangs: {late.stdout!r}", "events": read_events(folder), "said": said}
         said += done.stdout + done.stderr
         if done.returncode == 0:
             return {"outcome": "ended", "events": read_events(folder), "said": said}
