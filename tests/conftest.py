@@ -4,10 +4,16 @@ again and again."""
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
 import pytest
+
+# Read when torch is imported. Workers of pytest share the cores: threads that wait for others by spinning would take
+# them from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 torch.set_num_threads(1)

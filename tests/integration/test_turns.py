@@ -73,7 +73,7 @@ def written(folder: Path) -> int:
     return sum(most.values())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
     model = parts.write_model(tmp_path / "model")
 

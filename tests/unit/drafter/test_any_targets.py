@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import tokens_of
 from tests.unit.models.compared import make_engine, make_requests
-from tests.unit.models.families import VOCAB, reference
+from tests.unit.models.families import VOCAB, families, reference
 from tlt.base.strategy import Strategy
 from tlt.base.types import Rollout, id_of
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter
@@ -99,9 +99,10 @@ def test_a_drafter_reads_rows_of_the_embedding_as_they_are_stored(name: str) -> 
     assert torch.equal(target_of(name).embed(TOKENS), rows_VE[TOKENS])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["granite-3.3-8b", "gemma-3-1b", "Qwen3-30B-A3B", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name", families(["granite-3.3-8b", "gemma-3-1b", "Qwen3-30B-A3B", "gpt-oss-20b"], usual=["gemma-3-1b"])
+)
 def test_a_drafter_learns_any_target_and_changes_none_of_its_tokens(name: str, method: Method) -> None:
     requests = make_requests()[::2]
     off = tokens_of(make_engine(name, torch.float64), requests)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +19,12 @@ EVERY = PUBLISHED | {path.stem: json.loads(path.read_text()) for path in sorted(
 """More of the same families."""
 
 VOCAB, LAYERS, WINDOW = 320, 4, 16
+USUAL = ("Qwen3-0.6B", "Qwen3-30B-A3B", "gpt-oss-20b", "gemma-2-2b", "gemma-4-E2B", "LFM2-1.2B")
+
+
+def families(names: Iterable[str], usual: Sequence[str] = USUAL) -> list[Any]:
+    """A test's parameters: `make test` takes the usual ones, `make proofs` the others, too."""
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def shrunk(name: str) -> dict[str, Any]:

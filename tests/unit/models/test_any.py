@@ -20,7 +20,16 @@ from tests.unit.models.compared import (
     logprob_gap,
     trainable,
 )
-from tests.unit.models.families import EVERY, PUBLISHED, VOCAB, logprobs, precision, reference, shrunk
+from tests.unit.models.families import (
+    EVERY,
+    PUBLISHED,
+    VOCAB,
+    families,
+    logprobs,
+    precision,
+    reference,
+    shrunk,
+)
 from tlt.base.speculation import parse_speculation
 from tlt.base.types import Rollout
 from tlt.engine.build.engine import check_hybrid
@@ -42,7 +51,7 @@ TEXT_PARTS = ["gemma-4-E2B", "gemma-4-26B-A4B", "Llama-4-Scout-17B-16E"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", COMPUTED + TEXT_PARTS)
+@pytest.mark.parametrize("name", families(COMPUTED + TEXT_PARTS))
 def test_trees_and_off_generate_what_transformers_computes(name: str, dtype: torch.dtype) -> None:
     found = generated(name, dtype)
     assert max(found.logprob_gap, found.greedy_gap) < (1e-4 if dtype == torch.float32 else precision(name))
@@ -119,7 +128,7 @@ def test_an_argument_of_attention_that_nobody_here_knows_is_refused_and_an_absen
         attended(score_bias=torch.ones(6), block_mask=False)
 
 
-@pytest.mark.parametrize("name", COMPUTED + TEXT_PARTS + HYBRID)
+@pytest.mark.parametrize("name", families(COMPUTED + TEXT_PARTS + HYBRID))
 def test_packed_families_have_the_gradients_of_one_sequence_at_a_time(name: str) -> None:
     assert gradient_error(name) < 1e-5
 

@@ -3,7 +3,6 @@ with drafts, in batches, in rings, and in the update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from tests.lossless.helpers import ArtificialDrafter, Switching, by_id
 from tests.unit.models.compared import TREES, config_of
-from tests.unit.models.families import reference
+from tests.unit.models.families import families, reference
+from tests.unit.models.rows import WAYS, by_a_thread, in_steps_of
 from tests.unit.models.test_any import COMPUTED, TEXT_PARTS
-from tests.unit.models.test_equal_rows import WAYS, in_steps_of
 from tlt.base.types import Request, ResponseId, Rollout, SamplingParams
 from tlt.engine.equal_rows import EqualRows
 from tlt.engine.own import prefill
@@ -39,21 +38,10 @@ def make_target(name: str, dtype: torch.dtype) -> AnyTarget:
     return target
 
 
-@pytest.fixture(params=[1, 2], ids=["a thread", "two threads"])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    for module in (attention, products):
-        monkeypatch.setattr(module, "PRODUCTS_PER_THREAD", 1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def one_token_at_a_time(name: str, dtype: torch.dtype) -> tuple[AnyTarget, tuple[Tensor, Tensor]]:
-    """By as many threads as the first test has."""
     target = make_target(name, dtype)
-    return target, in_steps_of(1)(target)
+    return target, by_a_thread(in_steps_of(1), target)
 
 
 @pytest.mark.usefixtures("threads")
@@ -99,7 +87,6 @@ KINDS = [
 ]
 """Experts transposed and not, with and without biases; sigmoids, gelu; windows, sinks, a soft cap; heads of two
 sizes."""
-OTHERS = [name for name in (*COMPUTED, *TEXT_PARTS) if name not in KINDS]
 PARAMS = SamplingParams(max_tokens=40)
 
 
@@ -127,7 +114,7 @@ def one_at_a_time(engine: RolloutEngine) -> dict[ResponseId, Rollout]:
 
 @pytest.mark.usefixtures("short_rings")
 @DTYPES
-@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", families((*COMPUTED, *TEXT_PARTS), usual=KINDS))
 def test_drafts_batches_and_the_update_have_the_bits_of_one_response_alone(
     name: str, dtype: torch.dtype
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.lossless.helpers import ArtificialDrafter, by_id
 from tests.unit.models.compared import config_of, make_engine
-from tests.unit.models.families import VOCAB, logprobs, reference
+from tests.unit.models.families import VOCAB, families, logprobs, reference
 from tests.unit.models.test_any import COMPUTED
 from tlt.base.types import Request, SamplingParams, Turns, id_of
 from tlt.engine.own import prefill
@@ -40,7 +40,7 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", families(WINDOWED))
 def test_a_layer_that_keeps_its_window_alone_changes_no_token(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_layer_that_keeps_its_window_alone_changes_no_token(
 
 
 @pytest.mark.usefixtures("short_rings")
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", families(WINDOWED))
 def test_a_response_goes_on_from_its_rings(name: str) -> None:
     """After a turn, in another slot, from what the engine kept of it; and as read from the start."""
     engine, said = make_engine(name, torch.float64), (5, 6, 7, 8)

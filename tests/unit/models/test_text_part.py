@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from tests.lossless.helpers import ArtificialDrafter, Switching, by_id
 from tests.refused import refused
 from tests.unit.models.compared import TREES, make_requests
-from tests.unit.models.families import VOCAB
+from tests.unit.models.families import VOCAB, families
 from tests.unit.models.test_lora import make_config, trained
 from tlt.base.config.schema import Config
 from tlt.engine.build.model import load_model
@@ -186,7 +186,7 @@ def updates(config: ModelConfig, tensors: Mapping[str, Tensor], tokens: list[int
     return policy.logits(policy(torch.tensor(tokens), attend.positions(), attend)).log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=WHOLE)
+@pytest.fixture(scope="module", params=families(WHOLE, usual=["Gemma 3", "Qwen3.5"]))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("whole")
     reference(request.param).save_pretrained(folder)

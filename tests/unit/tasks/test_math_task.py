@@ -344,7 +344,6 @@ def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
         is_equal("", "1")
 
 
-@pytest.mark.slow
 def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_what_never_would() -> None:
     """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response
     is scored again."""

@@ -85,9 +85,8 @@ class AcceptanceModel:
         """references: one for each sequence that has a reference."""
         came_CD, kept_CD, drafted_CD, num_CD = self.counts_KCD[:, :, : self._is_drafted_AD.shape[1]]
         rates_CD, deviations_CD = _rates(came_CD, kept_CD)
-        before = ((0, 0), (1, 0))  # a column for depth 0
-        tokens_CD = np.pad(1 + rates_CD.cumprod(1).cumsum(1), before, constant_values=1.0)
-        found_CD = np.pad(((drafted_CD + _FOUND) / (num_CD + 1)).cumsum(1), before)
+        tokens_CD = 1 + _from_depth_0(rates_CD.cumprod(1))
+        found_CD = _from_depth_0((drafted_CD + _FOUND) / (num_CD + 1))
         tokens_A = tokens_CD[self._curve_A, self._depth_A]
         nodes_A = found_CD[self._curve_A, self._depth_A]
         lost_AD = (tokens_A[:, None] - tokens_CD[self._curve_A, :-1]) * self._is_drafted_AD
@@ -116,12 +115,21 @@ class AcceptanceModel:
 
 def _rates(came_CD: Array, kept_CD: Array) -> tuple[Array, Array]:
     """Returns posterior means, and standard deviations of their logarithms."""
-    rate_C, rates_CD = np.array(list(_FIRST_RATES.values())), np.empty_like(came_CD)
-    for depth in range(came_CD.shape[1]):
-        rates_CD[:, depth] = rate_C = (kept_CD[:, depth] + _WORTH * rate_C) / (came_CD[:, depth] + _WORTH)
+    rates = []
+    for rate, came_D, kept_D in zip(_FIRST_RATES.values(), came_CD.tolist(), kept_CD.tolist(), strict=True):
+        for came, kept in zip(came_D, kept_D, strict=True):
+            rates.append(rate := (kept + _WORTH * rate) / (came + _WORTH))
+    rates_CD = np.array(rates).reshape(came_CD.shape)
     known_D = kept_CD[_HYBRID] + _WORTH_OF_RESEMBLED * rates_CD[_LEARNED]
     rates_CD[_HYBRID] = known_D / (came_CD[_HYBRID] + _WORTH_OF_RESEMBLED)
     return rates_CD, np.sqrt((1.001 - rates_CD) / ((rates_CD + 0.001) * (came_CD + _WORTH + 1)))
+
+
+def _from_depth_0(numbers_CD: Array) -> Array:
+    """Returns the sums of what is shallower."""
+    sums_CD = np.zeros((len(numbers_CD), 1 + numbers_CD.shape[1]))
+    np.cumsum(numbers_CD, 1, out=sums_CD[:, 1:])
+    return sums_CD
 
 
 def _copied(reach: int, references: Sequence[ReferenceDraft]) -> tuple[float, float]:

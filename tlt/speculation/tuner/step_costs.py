@@ -112,10 +112,9 @@ def _knots(rows_A: Array) -> Array:
     """Interpolation weights, [A, K]. The last two knots extrapolate."""
     place_A = np.log2(rows_A)
     below_A = np.minimum(place_A.astype(int), KNOTS - 2)
-    above_A1 = (place_A - below_A)[:, None]
-    is_below_AK = np.arange(KNOTS) == below_A[:, None]
-    is_above_AK = np.arange(KNOTS) == below_A[:, None] + 1
-    weights_AK: Array = is_below_AK * (1 - above_A1) + is_above_AK * above_A1
+    above_A, arms = place_A - below_A, np.arange(len(rows_A))
+    weights_AK = np.zeros((len(rows_A), KNOTS))
+    weights_AK[arms, below_A], weights_AK[arms, below_A + 1] = 1 - above_A, above_A
     return weights_AK
 
 

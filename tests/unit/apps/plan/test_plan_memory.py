@@ -264,6 +264,7 @@ def planned(name: str, words: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_page_on_memory_shows_the_plans_of_four_large_models(tmp_path: Path) -> None:
     plans = [planned(name, f"{PAGE} {ADAPTERS}", tmp_path) for name in COLUMNS]
     parts = [{part["name"]: part["gib"] for part in plan["parts"]} for plan in plans]
