@@ -115,6 +115,16 @@ USES: dict[str, Use] = {
         [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
         {"sums.py": TASKSET},
     ),
+    "openenv": Use(
+        [
+            "{ python guess_server.py 8931 & } && sleep 30 && "
+            f"tlt train math {STEP} --task.name seeds --task.num_problems 20 --task.options '{{base_url = "
+            '"http://127.0.0.1:8931", action = "message", observation = "text"}\' '
+            "--environment.factory tlt.tasks.environments.openenv:Client --environment.num_workers 1; "
+            "code=$?; kill $!; exit $code"
+        ],
+        {"guess_server.py": (ROOT / "tests/unit/tasks/environments/guess_server.py").read_text()},
+    ),
     "skyrl-gym": Use(
         [
             f"tlt train math {STEP} --task.name data --task.options {{}} --task.data rows.jsonl "

@@ -23,6 +23,7 @@ PURPOSES: Mapping[str, str] = {
     "math": "the task math",
     "reasoning-gym": "the tasks reasoning-gym:NAME",
     "verifiers": "the tasks verifiers:NAME",
+    "openenv": "its servers as environments",
     "skyrl-gym": "its environments",
     "textarena": "games as environments",
     "wandb": "tracking with Weights & Biases",
