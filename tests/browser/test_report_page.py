@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.apps.page.synthetic import DRAFTS, make_coloured, make_hostile, make_run
+from tests.unit.apps.page.synthetic import DRAFTS, make_coloured, make_conversation, make_hostile, make_run
 from tlt.apps.page.render import make_page
 from tlt.training.report.record import read_metrics
 
@@ -232,4 +232,36 @@ def test_tokens_are_coloured_as_their_drafts_were_recorded(browser: Any, tmp_pat
         "#drafters .token", "all => all.map(one => getComputedStyle(one).background)"
     )
     assert len(set(backgrounds)) == 4
+    assert [said for said in opened.said if said.startswith(("error", "warning"))] == []
+
+
+def test_a_conversation_tells_model_and_environment_apart(browser: Any, tmp_path: Path) -> None:
+    run = make_conversation(tmp_path / "run")
+    (run / "report.html").write_text(make_page([run]), encoding="utf-8")
+    opened = Opened(browser.new_page(offline=True), run / "report.html")
+    page = opened.page
+    page.locator("#response-table summary").click()
+    page.locator("#response-table .turn").first.wait_for()
+    turns = page.eval_on_selector_all(
+        "#response-table .turn",
+        "all => all.map(one => [one.dataset.by, one.querySelector('pre').textContent])",
+    )
+    assert turns == [
+        ["model", "12+34="],
+        ["tool", "46"],
+        ["model", "7*8="],
+        ["error", '{"error": "no"}'],
+        ["model", "56"],
+    ]
+    drafters = page.eval_on_selector_all(
+        "#response-table .token", "all => all.map(one => one.dataset.drafter)"
+    )
+    assert drafters == ["learned"] * 3 + [""] + ["ahead"] * 2 + ["ngram"] + [""] * 3 + ["ngram"] * 2 + [""]
+    assert page.locator("#drafters").is_visible()
+    left, right = (
+        page.locator(f"#response-table .turn[data-by={by}]").first.bounding_box()["x"]
+        for by in ("model", "tool")
+    )
+    assert left + 20 < right
+    assert page.locator("#response-table td[data-head=turns]").inner_text() == "3"
     assert [said for said in opened.said if said.startswith(("error", "warning"))] == []

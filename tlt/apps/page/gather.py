@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt.base.io.files import Record, parse_json, read_file
-from tlt.base.records import NAN
+from tlt.base.records import NAN, TurnsRecord
 from tlt.base.types import UserError
 from tlt.training.report.environment import read_environments
 from tlt.training.report.outcome import Gain
@@ -23,6 +23,8 @@ Values = NDArray[np.float64]
 
 NO_VARIANCE_SHARE = "update/no_variance_share"
 """Derived: the share of an update's groups without variance."""
+WAIT_SHARE = "rollout/turns/wait_share"
+"""Derived: the share of the rollout in which a response waited for its environment, on average."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,19 @@ class RunRecords:
         """A figure of every step; NaN: missing."""
         if name == NO_VARIANCE_SHARE:
             return np.array([_no_variance_share(record) for record in self.steps], dtype=np.float64)
+        if name == WAIT_SHARE:
+            return np.array([_wait_share(record) for record in self.steps], dtype=np.float64)
         return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
 
     def group(self, prefix: str) -> dict[str, Values]:
         """Figures under a prefix, such as rollout/strategy_seconds."""
         names = [name for name in self.names if name.startswith(f"{prefix}/")]
         return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether responses could have several turns."""
+        return any(record.rollout.turns != TurnsRecord() for record in self.steps)
 
     def setting(self, place: str, default: object = None) -> object:
         """place: `section.key`."""
@@ -76,6 +85,12 @@ class RunRecords:
 def _no_variance_share(record: StepRecord) -> float:
     num_groups = record.rollout.groups_sampled - record.rollout.groups_discarded
     return record.update.zero_variance_groups / num_groups if num_groups > 0 else NAN
+
+
+def _wait_share(record: StepRecord) -> float:
+    rollout = record.rollout
+    whole = rollout.num_responses * rollout.seconds
+    return rollout.turns.wait_seconds / whole if whole > 0 else NAN
 
 
 def read_run(folder: Path, name: str) -> RunRecords:

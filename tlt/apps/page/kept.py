@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import numpy as np
 
 from tlt.apps.page.gather import RunRecords
 from tlt.apps.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
+from tlt.apps.page.turns import describe, own_stretches, show_turns
 from tlt.base.io.files import Record, parse_json, refuse_endless
-from tlt.base.types import UserError, read_drafts
+from tlt.base.types import Turns, UserError, read_drafts
 from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.training.saved.responses import kept_by
 
@@ -66,6 +66,7 @@ def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
 class _Reader:
     def __init__(self, run: RunRecords) -> None:
         self.run, self.uncoloured = run, Counter[str]()
+        self._names: dict[int, str] = {}
         self.tokenizer, self.no_tokenizer = _find_tokenizer(run)
 
     def read(self, line: bytes, path: Path, purpose: str) -> Record:
@@ -83,11 +84,11 @@ class _Reader:
                 "sample": kept["sample_index"],
                 "reward": kept.get("reward"),
                 "solved": bool(kept.get("is_solved")),
-                "tokens": len(kept["token_ids"]),
+                "tokens": num_own_tokens(kept),
                 "finish": kept["finish_reason"],
                 "prompt": clip(prompt)[0],
                 "error": kept.get("reward_error", ""),
-                **self._text(kept),
+                **(self._text(kept) if kept.get("turns") is None else self._turns(kept)),
             }
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -98,22 +99,59 @@ class _Reader:
         return self.no_tokenizer + "".join(lacks)
 
     def _text(self, kept: Record) -> Record:
-        text, drafts, tokenizer = str(kept["text"]), read_drafts(kept.get("drafts")), self.tokenizer
-        if drafts is None:
-            self.uncoloured["vLLM on a GPU does not tell who drafted them"] += 1
-        if drafts is None or tokenizer is None:
-            return {"text": clip(text)[0]}
-        pieces = tokenizer.pieces(kept["token_ids"])
-        if "".join(pieces) != text:
-            self.uncoloured["the tokenizer gives another text"] += 1
+        text, drafts, pieces = str(kept["text"]), read_drafts(kept.get("drafts")), self._pieces(kept)
+        if drafts is None or pieces is None:
             return {"text": clip(text)[0]}
         shown, stretches = clip(pieces, MAX_SHOWN_TOKENS)
         return {
             "text": shown,
             "stretches": stretches,
-            "drafts": drafts_within(drafts, stretches, cache(tokenizer.name_of)),
-            "drafted": sum_up(drafts, len(pieces)),
+            "drafts": drafts_within(drafts, stretches, self._name_of),
+            "drafted": sum_up(drafts, [len(pieces)], len(pieces)),
         }
+
+    def _turns(self, kept: Record) -> Record:
+        turns, drafts, num_tokens = _read_turns(kept), read_drafts(kept.get("drafts")), len(kept["token_ids"])
+        pieces, last_turn = self._pieces(kept), str(kept["turns"].get("last_turn", ""))
+        shown: Record = {
+            "text": clip(str(kept["text"]))[0],
+            "turns": len(turns.given) + 1,
+            "told": describe(turns),
+            "parts": show_turns(turns, last_turn, num_tokens, pieces, drafts or (), self._name_of),
+        }
+        if drafts is None or pieces is None:
+            return shown
+        ends = [end for _, end in own_stretches(turns, num_tokens)]
+        return shown | {"drafted": sum_up(drafts, ends, num_own_tokens(kept))}
+
+    def _pieces(self, kept: Record) -> list[str] | None:
+        """None: the tokens are not coloured."""
+        if kept.get("drafts") is None:
+            self.uncoloured["vLLM on a GPU does not tell who drafted them"] += 1
+            return None
+        if self.tokenizer is None:
+            return None
+        pieces = self.tokenizer.pieces(kept["token_ids"])
+        if "".join(pieces) == kept["text"]:
+            return pieces
+        self.uncoloured["the tokenizer gives another text"] += 1
+        return None
+
+    def _name_of(self, token_id: int) -> str:
+        assert self.tokenizer is not None
+        if token_id not in self._names:
+            self._names[token_id] = self.tokenizer.name_of(token_id)
+        return self._names[token_id]
+
+
+def num_own_tokens(kept: Record) -> int:
+    """The policy's own."""
+    turns = _read_turns(kept)
+    return len(kept["token_ids"]) - sum(end - first for first, end in turns.given)
+
+
+def _read_turns(kept: Record) -> Turns:
+    return Turns.read(kept.get("turns")) or Turns()
 
 
 def _checked(kept: Any) -> Record:
@@ -129,11 +167,24 @@ def _checked(kept: Any) -> Record:
         raise ValueError("policy_step or sample_index is no whole number")
     if not all(isinstance(kept.get(name, ""), str) for name in ("text", "finish_reason", "reward_error")):
         raise ValueError("text, finish_reason or reward_error is no text")
+    _check_turns(kept)
     for draft in read_drafts(kept.get("drafts")) or ():
         counts = draft.place, draft.num_drafted, draft.num_accepted, draft.rejected or 0
         if not isinstance(draft.drafter, str) or not all(type(n) is int and 0 <= n < _MOST for n in counts):
             raise ValueError("drafts: a draft is not (place, drafter, drafted, accepted, rejected)")
     return kept
+
+
+def _check_turns(kept: Record) -> None:
+    turns = _read_turns(kept)
+    edges = [0, *(place for stretch in turns.given for place in stretch), len(kept["token_ids"])]
+    if not all(type(edge) is int for edge in edges) or edges != sorted(edges):
+        raise ValueError("turns: given is no list of stretches of the response's tokens")
+    if not all(isinstance(message, dict) for message in turns.messages):
+        raise ValueError("turns: messages is no list of messages")
+    counts = turns.num_calls, turns.num_errors, turns.num_timeouts
+    if not all(type(count) is int for count in counts) or type(turns.seconds) not in (int, float):
+        raise ValueError("turns: a count of calls, or seconds, is no number")
 
 
 def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:

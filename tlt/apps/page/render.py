@@ -129,6 +129,9 @@ def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Sect
         "learning", "Learning", _placed(series.held_out_charts(runs)) + of_series(series.LEARNING)
     )
     lengths = Section("lengths", "Lengths of responses", of_series(series.LENGTHS))
+    turns = Section("turns", "Turns, tools and environments")
+    if any(run.has_turns for run in runs):
+        turns.charts += of_series(series.TURNS)
     time = Section("time", "Time", of_each([timing.use_chart(time) for time in times], "use"))
     time.charts += of_series(series.SPEED)
     if shares := _shares(times):
@@ -140,6 +143,7 @@ def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Sect
     return [
         learning,
         lengths,
+        turns,
         time,
         drafts,
         Section("update", "Health of the update", of_series(series.HEALTH)),

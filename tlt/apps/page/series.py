@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt.apps.page.gather import NO_VARIANCE_SHARE, RunRecords, Values
+from tlt.apps.page.gather import NO_VARIANCE_SHARE, WAIT_SHARE, RunRecords, Values
 from tlt.apps.page.shapes import SHARES, Areas, Chart, Line, Shape, mean_interval, moving_mean
 
 STEPS = "step"
@@ -83,6 +83,41 @@ LENGTHS = (
         "The share of responses cut off at their token limit: a rising line asks for a larger limit.",
         "share",
         {"truncated": "rollout/truncated_share"},
+    ),
+)
+TURNS = (
+    SeriesSpec(
+        "turns",
+        "Turns of a response",
+        "The mean number of turns that the policy takes: it learns to ask, or to do without.",
+        "turns",
+        {"turns": "rollout/turns/per_response"},
+    ),
+    SeriesSpec(
+        "calls",
+        "Calls of tools",
+        "Calls in a step, those that failed and those without a result in time: errors are to fall.",
+        "calls",
+        {
+            "calls": "rollout/turns/num_calls",
+            "failed": "rollout/turns/num_errors",
+            "timed out": "rollout/turns/num_timeouts",
+        },
+        is_count=True,
+    ),
+    SeriesSpec(
+        "tool-seconds",
+        "Waiting for tools",
+        "Seconds in which responses waited for tools and environment, summed over responses.",
+        "seconds, summed over responses",
+        {"waiting": "rollout/turns/wait_seconds"},
+    ),
+    SeriesSpec(
+        "waiting",
+        "Share of waiting",
+        "The share of the rollout in which a response waited, on average, and of responses out of turns.",
+        "share",
+        {"waiting": WAIT_SHARE, "out of turns": "rollout/turns/out_of_turns_share"},
     ),
 )
 SPEED = (

@@ -20,12 +20,14 @@ Stretch = tuple[int, list[int]]
 """(first token, characters of each token)."""
 
 
-def clip(pieces: Sequence[str], most: int = MAX_CHARACTERS) -> tuple[str, list[Stretch]]:
-    """The text to show, and the stretches of pieces in it."""
+def clip(
+    pieces: Sequence[str], most: int = MAX_CHARACTERS, characters: int = MAX_CHARACTERS
+) -> tuple[str, list[Stretch]]:
+    """The text to show, and the stretches of pieces in it. most: pieces."""
     lengths = [len(piece) for piece in pieces]
     starts = [0, *accumulate(lengths)]
-    total, half = starts[-1], MAX_CHARACTERS // 2
-    if total <= MAX_CHARACTERS and len(pieces) <= most:
+    total, half = starts[-1], characters // 2
+    if total <= characters and len(pieces) <= most:
         return "".join(pieces), [(0, lengths)]
     head = min(bisect_right(starts, half) - 1, most // 2)
     tail = max(bisect_left(starts, total - half), len(pieces) - most // 2)
@@ -46,16 +48,22 @@ def drafts_within(
     ]  # fmt: skip
 
 
-def sum_up(drafts: Sequence[DraftOutcome], num_tokens: int) -> str:
+def sum_up(drafts: Sequence[DraftOutcome], ends: Sequence[int], num_tokens: int) -> str:
+    """ends: of the policy's turns, in tokens of the response. num_tokens: of the policy's own."""
     if not drafts:
         return f"Drafted and accepted: none of {num_tokens} tokens."
     accepted: Counter[str] = Counter()
     for draft in drafts:
-        accepted[draft.drafter] += min(draft.num_accepted, num_tokens - draft.place)
-    num_verified = sum(min(draft.num_accepted + 1, num_tokens - draft.place) for draft in drafts)
+        accepted[draft.drafter] += min(draft.num_accepted, _room(draft, ends))
+    num_verified = sum(min(draft.num_accepted + 1, _room(draft, ends)) for draft in drafts)
     num_rejected = sum(draft.num_drafted - draft.num_accepted for draft in drafts)
     by_drafter = ", ".join(f"{DRAFTERS.get(kind, kind)} {num}" for kind, num in accepted.items())
     return (
         f"Drafted and accepted: {accepted.total()} of {num_tokens} tokens ({by_drafter}); {len(drafts)} "
         f"verifications of {num_verified / len(drafts):.2f} tokens; rejected: {num_rejected} drafted tokens."
     )
+
+
+def _room(draft: DraftOutcome, ends: Sequence[int]) -> int:
+    """Tokens from the draft to the end of its turn."""
+    return next((end for end in ends if end > draft.place), draft.place) - draft.place

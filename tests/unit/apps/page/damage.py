@@ -62,9 +62,9 @@ Damage = tuple[str, tuple[Any, ...], str]
 """A file, the path of a value in its first line, and the odd JSON in its place."""
 
 
-def make_sound(folder: Path) -> Path:
+def make_sound(folder: Path, make: Callable[[Path], Path] = make_coloured) -> Path:
     """Writes the folder of a run with every file that is read."""
-    make_coloured(folder)
+    make(folder)
     write_jsonl(folder / "environment.jsonl", [{"began": 1.0, "cpu": "a machine", "ranks": 2}])
     return folder
 

@@ -14,6 +14,7 @@ from tlt.base.records import (
     LengthStats,
     RewardSummary,
     RolloutRecord,
+    TurnsRecord,
     UpdateMetrics,
 )
 from tlt.models.hf.tokenizer import load_tokenizer
@@ -143,7 +144,10 @@ def make_hostile(folder: Path, text: str) -> Path:
     for step in range(1, 6):
         kept = [response(step, sample, text, problem=text) for sample in range(4)]
         drafts = [[0, text, 3, 1, None]]
+        said = [{"role": "assistant", "content": text}, {"role": "tool", "name": text, "content": text}]
+        turns = {"given": [[0, 0]], "messages": said, "last_turn": text}
         lines = [one | {"finish_reason": text, "reward_error": text, "drafts": drafts} for one in kept]
+        lines[0]["turns"] = turns
         write_jsonl(folder / "responses" / f"rollout-{step:08d}.jsonl", lines)
     evaluations = [evaluation(step, 0.5, {text: 0.5}, {text: 0.5}) for step in (0, 5)]
     write_jsonl(folder / "evaluations.jsonl", evaluations)
@@ -167,4 +171,50 @@ def make_coloured(folder: Path) -> Path:
     kept = response(1, 0, tokenizer.decode(token_ids))
     kept |= {"prompt_ids": token_ids[:3], "token_ids": token_ids, "drafts": DRAFTS}
     write_jsonl(folder / "responses" / "rollout-00000001.jsonl", [kept])
+    return folder
+
+
+TURNS = (("12+34=", "[46]"), ("7*8=", "x!"), ("56", ""))
+"""The model's turns of `make_conversation`, and the tokens that were given after each."""
+DRAFTS_OF_TURNS = (
+    (0, "learned", 4, 3, 9),
+    (4, "ahead", 4, 4, None),
+    (10, "ngram", 3, 1, 12),
+    (16, "ngram", 2, 2, None),
+)
+"""The second one was accepted beyond its turn's end."""
+
+
+def make_conversation(folder: Path) -> Path:
+    """Writes the folder of a run of two steps, the last with one response of three turns, which ends with a
+    special token without text."""
+    make_coloured(folder)
+    turns = TurnsRecord(3.0, 6, 2, 1, 0, 1.2, 0.25, 5)
+    records = [step_record(1, turns=turns), step_record(2, turns=turns)]
+    (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
+    tokenizer = load_tokenizer(folder / "policy")
+    ids, given = list[int](), []
+    for spoken, said in TURNS:
+        ids += tokenizer.encode_text(spoken)
+        if said:
+            given.append([len(ids), len(ids) + len(said)])
+            ids += tokenizer.encode_text(said)
+    ids.append(tokenizer.hf.eos_token_id)
+    messages = [
+        {"role": "assistant", "content": "12+34="},
+        {"role": "tool", "name": "add", "content": "46"},
+        {"role": "assistant", "content": "7*8="},
+        {"role": "tool", "name": "multiply", "content": '{"error": "no"}'},
+    ]
+    counts = {"num_calls": 2, "num_errors": 1, "num_timeouts": 0, "seconds": 0.25}
+    turns_of = {
+        "given": given,
+        "messages": messages,
+        **counts,
+        "reward": None,
+        "failure": "",
+        "last_turn": "56",
+    }
+    kept = response(1, 0, tokenizer.decode(ids)) | {"token_ids": ids, "drafts": DRAFTS_OF_TURNS}
+    write_jsonl(folder / "responses" / "rollout-00000001.jsonl", [kept | {"turns": turns_of}])
     return folder

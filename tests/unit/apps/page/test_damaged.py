@@ -3,6 +3,7 @@ tests/integration/proofs/test_damaged_runs.py tries."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ import pytest
 from tests.unit.apps.page.damage import (
     Damage,
     damage,
+    damages,
     make_sound,
     sample,
     show_page,
     show_status,
     surprises,
 )
+from tests.unit.apps.page.synthetic import make_conversation
+from tlt.apps.page.gather import read_run
+from tlt.apps.page.kept import show_responses
 from tlt.base.types import UserError
 
 
@@ -30,6 +35,16 @@ def test_the_status_of_a_damaged_run_is_shown_or_one_line(sound: Path) -> None:
 
 def test_the_page_of_a_damaged_run_is_made_or_one_line(sound: Path) -> None:
     assert surprises(sound, sample(sound, 2, seed=0), show_page) == []
+
+
+def test_damaged_turns_are_shown_or_one_line(tmp_path: Path) -> None:
+    def show(folder: Path) -> None:
+        json.dumps(show_responses([read_run(folder, "run")]), allow_nan=False)
+
+    sound = make_sound(tmp_path / "run", make_conversation)
+    todo = [one for one in damages(sound) if one[1][:1] == ("turns",) and "responses" in one[0]]
+    assert len(todo) > 500
+    assert surprises(sound, todo, show) == []
 
 
 KNOWN: list[Damage] = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.apps.page.synthetic import make_run, response
+from tests.unit.apps.page.synthetic import make_conversation, make_run, response
 from tlt.apps.page import settings, summary
-from tlt.apps.page.gather import read_run, read_runs
+from tlt.apps.page.gather import WAIT_SHARE, read_run, read_runs
 from tlt.apps.page.kept import MAX_RESPONSES, show_responses
 from tlt.apps.page.render import in_script, make_page
 from tlt.apps.page.shapes import mean_interval
@@ -169,3 +169,12 @@ def test_the_interval_of_a_share_is_wilsons(
     values: list[float], expected: tuple[float, float, float]
 ) -> None:
     assert mean_interval(np.array(values), is_share=True) == pytest.approx(expected, abs=1e-3)
+
+
+def test_turns_have_a_section_where_responses_have_several(tmp_path: Path) -> None:
+    page = make_page([make_conversation(tmp_path / "run")])
+    for key in ("turns", "calls", "tool-seconds", "waiting"):
+        assert f'id="chart-{key}"' in page
+    run = read_run(tmp_path / "run", "run")
+    assert run.values(WAIT_SHARE) == pytest.approx([1.2 / (4 * 6.0)] * 2)
+    assert 'id="chart-calls"' not in make_page([make_run(tmp_path / "other")])

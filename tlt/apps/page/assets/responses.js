@@ -20,7 +20,7 @@
 
   // ── tokens, coloured by who drafted them ──
   const legend = document.getElementById("drafters");
-  legend.hidden = !data.some((row) => row.drafts && row.drafts.length);
+  legend.hidden = !data.some((row) => (row.parts ?? [row]).some((part) => part.drafts && part.drafts.length));
   const nameOf = (drafter) => legend.querySelector(`[data-drafter="${CSS.escape(drafter)}"]`)?.textContent ?? drafter;
   const coloured = (row) => {
     const pre = make("pre"), text = Array.from(row.text), drafterOf = new Map(), rejectedAt = new Map();
@@ -51,9 +51,19 @@
   };
 
   // ── one response, and a group of them side by side ──
+  const turnOf = (part) => {
+    const turn = make("div", undefined, "turn");
+    turn.dataset.by = part.by;
+    turn.append(make("div", part.label, "label"), part.stretches ? coloured(part) : make("pre", part.text));
+    return turn;
+  };
   const read = (row) => {
     const parts = [];
-    if (row.drafted) parts.push(make("div", row.drafted, "label"), coloured(row));
+    if (row.parts) {
+      parts.push(make("div", row.told, "label"));
+      if (row.drafted) parts.push(make("div", row.drafted, "label"));
+      parts.push(...row.parts.map(turnOf));
+    } else if (row.drafted) parts.push(make("div", row.drafted, "label"), coloured(row));
     else parts.push(make("pre", row.text));
     if (row.error) parts.push(make("div", "why it has no score", "label"), make("pre", row.error));
     return parts;
@@ -101,7 +111,7 @@
   const head = [["run", "run"], ["step", "step"], ["purpose", "kind"], ["problem", "problem"]].filter(([key]) => key !== "run" || several("run"));
   const views = {
     responses: { columns: [...head, ["sample", "sample"], ["reward", "reward"], ["solved", "solved"], ["tokens", "tokens"],
-      ["finish", "ended by"], ["text", "prompt and response"]], rows: (rows) => [...rows], text: ofOne },
+      ...(data.some((row) => row.parts) ? [["turns", "turns"]] : []), ["finish", "ended by"], ["text", "prompt and response"]], rows: (rows) => [...rows], text: ofOne },
     groups: { columns: [...head, ["sample", "responses"], ["reward", "mean reward"], ["scatter", "std"], ["solved", "solved"],
       ["tokens", "longest"], ["text", "prompt and its responses"]], rows: toGroups, text: ofGroup },
   };
