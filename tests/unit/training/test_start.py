@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from tests.standin import serve_hub
 from tests.unit.base.io.test_hub import point_at
 from tlt.apps.cli.train import resolve_config
-from tlt.apps.run.start import preflight, prepare
+from tlt.apps.run.start import describe_environment, preflight, prepare
+from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import UserError
@@ -171,3 +172,10 @@ def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
         "12 prompts are text and go to the model as they are, though it has a chat template; task.chat = true"
     )
     assert (said in " ".join(capsys.readouterr().out.split())) == has_template
+
+
+def test_the_header_tells_an_environment_that_is_not_deterministic() -> None:
+    section = EnvironmentSection(tools=("tools:search",))
+    assert describe_environment(section) == "tools:search; at most 8 turns, 10 s a call"
+    told = describe_environment(section.model_copy(update={"deterministic": False}))
+    assert told.endswith("; not deterministic, so another run with this seed may part")

@@ -183,6 +183,12 @@ def _notes(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[str]:
     for run, time in zip(runs, times, strict=True):
         if not run.environments:
             notes.append(f"{run.name} has no environment.jsonl: its versions and its machine are not known.")
+        if run.setting("environment.deterministic", True) is False:
+            notes.append(
+                f"{run.name} has an environment that is not a function of what it was told "
+                "(environment.deterministic = false): another run with its seed, with speculation or "
+                "without, may have other tokens."
+            )
         if not run.steps:
             notes.append(f"{run.name} has done no step yet.")
         elif not time.read:

@@ -312,7 +312,8 @@ def describe_environment(section: EnvironmentSection) -> str:
     factories = [section.factory] if section.factory else section.factories.values()
     names = [*section.tools, *factories, *([section.respond] if section.respond else [])]
     called = ", ".join(map(without_folder, names))
-    return f"{called}; at most {section.max_turns} turns, {section.tool_timeout_seconds:g} s a call"
+    parts = "" if section.deterministic else "; not deterministic, so another run with this seed may part"
+    return f"{called}; at most {section.max_turns} turns, {section.tool_timeout_seconds:g} s a call{parts}"
 
 
 def describe_rows(config: Config) -> str:

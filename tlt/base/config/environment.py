@@ -32,6 +32,9 @@ class EnvironmentSection(Section):
     """Most turns of the policy in a response."""
     tool_timeout_seconds: Seconds = 10.0
     """Time limit of a single call; after it the policy reads that there is no result."""
+    deterministic: bool = True
+    """Whether tools and environments are functions of what they were told. false says that one is not, such
+    as a search of the web: header and report then tell that another run with this seed may part."""
     num_workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Processes of each rank that run tools and environments: as many calls run at once."""
 

@@ -178,3 +178,12 @@ def test_turns_have_a_section_where_responses_have_several(tmp_path: Path) -> No
     run = read_run(tmp_path / "run", "run")
     assert run.values(WAIT_SHARE) == pytest.approx([1.2 / (4 * 6.0)] * 2)
     assert 'id="chart-calls"' not in make_page([make_run(tmp_path / "other")])
+
+
+def test_an_environment_that_is_not_deterministic_is_told(tmp_path: Path) -> None:
+    told = "another run with its seed, with speculation or without, may have other tokens"
+    folder = make_run(tmp_path / "run", num_steps=1)
+    config = json.loads((folder / "config.json").read_text())
+    for value in (True, False):
+        (folder / "config.json").write_text(json.dumps(config | {"environment": {"deterministic": value}}))
+        assert (told in make_page([folder])) is not value

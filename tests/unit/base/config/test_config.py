@@ -112,7 +112,7 @@ algorithm   kl_bias_correction mask_truncated overlong_buffer_tokens overlong_pe
 algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
 evaluation  every num_problems samples_per_problem temperature data subset split columns
-environment tools factory factories respond max_turns tool_timeout_seconds num_workers
+environment tools factory factories respond max_turns tool_timeout_seconds deterministic num_workers
 rewards     functions weights solved_at num_workers timeout_seconds
 tracking    use project run_name
 """
