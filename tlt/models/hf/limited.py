@@ -21,6 +21,8 @@ from typing import Any
 from tlt.base.io.processes import Helper, be_first_to_go, how_it_ended
 
 SECONDS = 10
+_ENDS_WITHIN = 10.0
+"""Seconds, after it closed its pipe: its memory is freed meanwhile."""
 NUM_BYTES = 2**30
 """Address space, of which Python and our modules take a fifth."""
 MAX_CHARACTERS = 2**24
@@ -61,7 +63,7 @@ class _Process:
                     answer = helper.pipe.recv()
                     self._is_waiting = False
                     break
-                if (code := helper.end(1.0)) != -signal.SIGTERM:  # by SIGTERM it ended with a thread: retry
+                if (code := helper.end(_ENDS_WITHIN)) != -signal.SIGTERM:  # with the thread that started it: retry
                     is_late = code == -signal.SIGXCPU
                     late = f"takes more than {SECONDS} s of processor time"
                     raise LimitExceeded(late if is_late else f"ended its process ({how_it_ended(code)})")
