@@ -22,7 +22,7 @@ from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.training.build.data import read_data
-from tlt.training.build.environment import build_environments
+from tlt.training.build.environment import build_between_turns
 from tlt.training.build.files import Attempt, open_files
 from tlt.training.build.models import build_models
 from tlt.training.build.policy import master_dtype, reward_spec, saved_dtype
@@ -143,8 +143,8 @@ class Run:
         rewards = config.rewards
         self.scorers = RewardPool(reward_spec(config), rewards.num_workers, rewards.timeout_seconds)
         chat, window = chat_format(config), model.config.max_positions
-        self.environments = build_environments(config.environment, model.tokenizer, chat, window)
-        sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.environments)
+        self.between_turns = build_between_turns(config.environment, model.tokenizer, chat, window)
+        sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.between_turns)
         queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
@@ -250,7 +250,7 @@ class Run:
         if self.files.metrics is not None:
             self.files.metrics.close()
         self.scorers.close()
-        self.environments.close()
+        self.between_turns.close()
         self.files.journal.close()
         self.tracking.finish()
         self._leave()

@@ -79,7 +79,7 @@ def run(options: Generate) -> Record:
         from tlt.engine.build.engine import load_engine
         from tlt.engine.build.model import load_model_for
         from tlt.models.hf.prompts import check_max_tokens, make_requests
-        from tlt.training.build.environment import build_environments
+        from tlt.training.build.environment import build_between_turns
         from tlt.training.rollout.conversations import converse
 
         options.check_engine(options.speculation, options.references is not None)
@@ -103,7 +103,7 @@ def run(options: Generate) -> Record:
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     chat = options.chat_format(environment)
-    environments = build_environments(environment, model.tokenizer, chat, window)
+    environments = build_between_turns(environment, model.tokenizer, chat, window)
     try:
         responses = converse(engine, environments, map(_problem, prompts), requests)
         rollouts = generate_in_order(engine, requests, responses)

@@ -63,7 +63,8 @@ class _Process:
                     answer = helper.pipe.recv()
                     self._is_waiting = False
                     break
-                if (code := helper.end(_ENDS_WITHIN)) != -signal.SIGTERM:  # with the thread that started it: retry
+                code = helper.end(_ENDS_WITHIN)
+                if code != -signal.SIGTERM:  # by SIGTERM it ended with a thread: retry
                     is_late = code == -signal.SIGXCPU
                     late = f"takes more than {SECONDS} s of processor time"
                     raise LimitExceeded(late if is_late else f"ended its process ({how_it_ended(code)})")

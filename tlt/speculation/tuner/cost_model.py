@@ -3,8 +3,9 @@
     speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
 
-It takes the fastest. An arm that might be faster is tried while trials have cost less than EXPLORE of all
-seconds: finding out that a drafter is useless costs no more than that.
+It takes the fastest, and off rather than what is only guessed to be faster. An arm that might be faster is
+tried while trials have cost less than EXPLORE of all seconds: finding out that a drafter is useless costs no
+more than that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tlt.speculation.tuner.step_costs import NOISE, StepCosts
 
 EXPLORE = 0.02
 """Share of all seconds that trials may cost."""
+CAUTION = 0.3
+"""An arm is taken for the fastest by its prediction less this many standard deviations against off."""
 OPTIMISM = 1.5
 """An arm is worth a trial if it would be the fastest this many standard deviations above its prediction."""
 MARGIN = 0.01
@@ -118,10 +121,16 @@ class CostModel(StrategyTuner):
         speed_A = np.where(self._can_run(batch), size * expected.tokens_A / cost.seconds_A, 1e-9)
         rated_A = speed_A.copy()
         rated_A[self._off] *= 1 + MARGIN
-        chosen = best = int(rated_A.argmax())
-        variance_A = self.costs.variance(cost.shares_AP, best)
-        variance_A = variance_A + self.acceptance.variance(expected.spread_AD, best)
-        lead_A = rated_A * np.exp(OPTIMISM * np.sqrt(variance_A)) / rated_A[best] - 1
+
+        def deviation_A(other: int) -> NDArray[np.float64]:
+            """Of the logarithm of an arm's speed over another's."""
+            variance_A = self.costs.variance(cost.shares_AP, other)
+            variance_A = variance_A + self.acceptance.variance(expected.spread_AD, other)
+            deviation_A: NDArray[np.float64] = np.sqrt(variance_A)
+            return deviation_A
+
+        chosen = best = int((rated_A * np.exp(-CAUTION * deviation_A(self._off))).argmax())
+        lead_A = rated_A * np.exp(OPTIMISM * deviation_A(best)) / rated_A[best] - 1
         loss_A = cost.seconds_A * (1 - speed_A / speed_A[best]).clip(min=0.0)
         is_worth_A = (lead_A > 0) & (loss_A <= EXPLORE * self.seconds - self.lost_seconds)
         is_worth_A[best] = False

@@ -13,8 +13,8 @@ from tlt.models.hf.tokenizer import Tokenizer
 from tlt.models.hf.turns import TurnWriter
 from tlt.tasks.environments.environment import Ask, Environments, EnvironmentSpec
 from tlt.tasks.environments.pool import EnvironmentPool
-from tlt.training.rollout import protocol
 from tlt.training.rollout.conversations import Conversations
+from tlt.training.rollout.protocol import BetweenTurns
 
 _PROMPTS = ("messages", "prompt")
 
@@ -46,12 +46,12 @@ def with_environment(
     return shown
 
 
-def build_environments(
+def build_between_turns(
     section: EnvironmentSection, tokenizer: Tokenizer | None, chat: ChatFormat, window: int
-) -> protocol.Environments:
+) -> BetweenTurns:
     """tokenizer: None: only without an environment."""
     if not section.is_used:
-        return protocol.Environments()
+        return BetweenTurns()
     assert tokenizer is not None
     spec = environment_spec(section)
     environments = Environments(spec)

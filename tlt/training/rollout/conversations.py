@@ -18,7 +18,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.models.hf.turns import Call, TurnWriter
 from tlt.tasks.environments.environment import Answer, Ask, say_error
 from tlt.tasks.environments.pool import EnvironmentPool
-from tlt.training.rollout.protocol import Environments, Journal
+from tlt.training.rollout.protocol import BetweenTurns, Journal
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Talk:
         return self.finished.rollout
 
 
-class Conversations(Environments):
+class Conversations(BetweenTurns):
     """writer_of: of a problem's data.
     max_turns: of the policy in a response. window: most tokens of prompt and response.
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
@@ -204,19 +204,19 @@ class Conversations(Environments):
 
 def converse(
     engine: RolloutBackend,
-    environments: Environments,
+    between_turns: BetweenTurns,
     problems: Iterable[Problem],
     requests: Sequence[Request],
 ) -> Iterator[Rollout]:
     """Yields each response as it ends, without a run's queue and journal."""
-    engine.parks = environments.lets_go_on
-    environments.begin(problems, [requests], Journal())
+    engine.parks = between_turns.lets_go_on
+    between_turns.begin(problems, [requests], Journal())
     engine.add(requests)
-    while not engine.is_idle or environments.is_waiting:
-        going_on, whole = environments.collect(None if engine.is_idle else 0.0)
+    while not engine.is_idle or between_turns.is_waiting:
+        going_on, whole = between_turns.collect(None if engine.is_idle else 0.0)
         engine.add(going_on)
         if not engine.is_idle:
-            whole += [finished for finished in engine.step() if not environments.take(finished)]
+            whole += [finished for finished in engine.step() if not between_turns.take(finished)]
         for finished in whole:
             engine.forget(id_of(finished.rollout))
             yield finished.rollout

@@ -60,7 +60,7 @@ class RolloutPhase:
         self.world, self.engine, self.queue = world, engine, queue
         self.sinks, self.timeline = sinks, timeline
         self.should_stop, self.show = should_stop, show
-        engine.parks = sinks.environments.lets_go_on
+        engine.parks = sinks.between_turns.lets_go_on
 
     def run(
         self,
@@ -167,7 +167,7 @@ class RolloutPhase:
         )
         ended.recall(recalled, self.world.rank, self.world.world_size)
         problems = [group_request.problem for group_request in group_requests]
-        self.sinks.environments.begin(problems, recalled.requests, self.sinks.journal)
+        self.sinks.between_turns.begin(problems, recalled.requests, self.sinks.journal)
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
         self.queue.life.tells = lambda: progress_of(*parts).encode()
@@ -178,7 +178,7 @@ class RolloutPhase:
             self.engine.abort()
             self.queue.abandon()
             self.sinks.scorers.abandon()
-            self.sinks.environments.abandon()
+            self.sinks.between_turns.abandon()
             training.abandon()
             first = requests[0][0]
             is_step = first.purpose == "rollout"
@@ -234,9 +234,9 @@ class RolloutPhase:
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         looks_for_units = True
-        environments = self.sinks.environments
+        between_turns = self.sinks.between_turns
         while not self.should_stop():
-            continued, whole = environments.collect()
+            continued, whole = between_turns.collect()
             self.engine.add(continued)
             self._keep(whole, work, ended)
             if looks_for_units and (room := self._room(work.unit_size)):
@@ -251,7 +251,7 @@ class RolloutPhase:
                 last_token = self.timeline.clock()
                 if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
                     steps.append(latest)
-                self._keep([one for one in finished if not environments.take(one)], work, ended)
+                self._keep([one for one in finished if not between_turns.take(one)], work, ended)
                 ended.collect()
                 self.sinks.journal.note_running(self.engine.running)
                 self.queue.heartbeat()
@@ -283,7 +283,7 @@ class RolloutPhase:
 
     def _has_better_to_do(self) -> bool:
         """Offers help to busy replicas until True, unless responses wait here for their next turn."""
-        environments = self.sinks.environments
-        if self.should_stop() or environments.has_news:
+        between_turns = self.sinks.between_turns
+        if self.should_stop() or between_turns.has_news:
             return True
-        return self.queue.has_news(offers_help=not environments.is_waiting)
+        return self.queue.has_news(offers_help=not between_turns.is_waiting)

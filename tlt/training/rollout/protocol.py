@@ -4,7 +4,7 @@ Scorers           score responses, in processes (tasks/rewards/pool.py)
 Journal           keeps responses and rewards on disk (training/saved/journal.py)
 DrafterTraining   trains and measures the drafter (watched_drafter.py)
 Ahead             generates the next steps' responses in idle time (ahead.py)
-Environments      answer the policy's turns, in processes (conversations.py)
+BetweenTurns      holds responses that wait for their environment (conversations.py)
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Journal:
     def close(self) -> None: ...
 
 
-class Environments:
+class BetweenTurns:
     """Responses between two turns. They have left the engine, whose slots serve others, and come back as
     requests with what the environment said. This base has no environment: every response is whole."""
 
@@ -147,7 +147,7 @@ class Sinks:
     decode: Callable[[Sequence[int]], str]
     """Response tokens → the text that is scored."""
     journal: Journal = field(default_factory=Journal)
-    environments: Environments = field(default_factory=Environments)
+    between_turns: BetweenTurns = field(default_factory=BetweenTurns)
 
 
 class DrafterTraining:

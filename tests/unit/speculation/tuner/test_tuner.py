@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections import Counter
@@ -169,11 +170,12 @@ def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> Non
 @pytest.mark.parametrize("half_rows", [25.0, 200.0])
 @pytest.mark.parametrize("kinds", [("ngram",), ALL])
 def test_a_text_that_begins_to_repeat_itself_is_noticed(kinds: Sequence[str], half_rows: float) -> None:
-    """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on."""
-    arms = default_arms(kinds, trees=False)
-    machine, tuner = Machine({}, half_rows, seed=0), CostModel(arms)
-    ideal = seconds = 0.0
-    for step in range(2400):
+    """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on. Four
+    times."""
+    arms, ideal, seconds = default_arms(kinds, trees=False), 0.0, 0.0
+    for seed, step in itertools.product(range(4), range(2400)):
+        if step == 0:
+            machine, tuner = Machine({}, half_rows, seed), CostModel(arms)
         repeats = step // 400 % 2
         machine.hazard = (
             {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93}
@@ -185,7 +187,7 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed(kinds: Sequence[str], ha
         tuner.observe(arm, batch, machine.run(arm, 1))
         ideal += machine.tokens(arm) / machine.best(arms, 1)
         seconds += machine.seconds(arm, 1)
-    assert ideal / seconds > 0.8
+    assert ideal / seconds > 0.7
 
 
 # ── references ──────────────────────────────────────────────────────────────────────────────────────────────
