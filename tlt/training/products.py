@@ -99,6 +99,7 @@ def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
         "chat-template-kwargs": config.model.chat_template_kwargs,
         "date": config.task.date,
         "max-prompt-tokens": config.task.max_prompt_tokens,
+        "environment": near(Path(config.run.out_dir)) if config.environment.is_used else None,
     }
     if "drafter" in products:
         asked |= {"speculation": "adaptive", "drafter": near(products["drafter"])}

@@ -159,6 +159,15 @@ def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_
     assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]
 
 
+def test_the_next_commands_answer_in_the_environment_that_the_run_had(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    changed = config.model_copy(update={"environment": EnvironmentSection(respond="my_user:answer")})
+    products = {"policy": tmp_path / "policy"}
+    words = [shlex.split(next_commands(one, products)[1]) for one in (config, changed)]
+    assert "--environment" not in words[0]
+    assert words[1][words[1].index("--environment") + 1] == str(tmp_path)
+
+
 @pytest.mark.parametrize("has_template", [True, False])
 def test_texts_that_go_raw_to_a_model_with_a_chat_template_are_said_in_one_line(
     has_template: bool,
