@@ -179,8 +179,12 @@ class Environments:
         instance = self._make(ask.row)
         if instance is None:
             return None, None
-        columns = {name: value for name, value in ask.row.items() if name != COLUMN}
-        return instance, _settle(instance.reset(**(columns if "" not in self.factories else ask.row)))
+        columns = dict(ask.row)
+        if "" not in self.factories:
+            del columns[COLUMN]
+        if "in_thought" not in inspect.signature(instance.reset).parameters:
+            columns.pop("in_thought", None)  # no column of the user's
+        return instance, _settle(instance.reset(**columns))
 
     def _make(self, row: Mapping[str, Any]) -> Any:
         return self.factories[self.name_of(row)]() if self.factories else None

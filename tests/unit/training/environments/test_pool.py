@@ -79,6 +79,22 @@ def test_an_environment_is_a_value() -> None:
         assert reward == pytest.approx(2 / 4, abs=0.07)
 
 
+def test_a_reset_is_told_of_thoughts_only_if_it_asks() -> None:
+    row = {"problem_id": "3", "seed": 1, "in_thought": True}
+
+    def said(name: str, columns: dict[str, object]) -> str | None:
+        return (
+            Environments(EnvironmentSpec(factories={"": f"{tools.__name__}:{name}"}))
+            .answer(Ask("observe", columns))
+            .text
+        )
+
+    assert (
+        said("Columns", row) == said("Columns", {"problem_id": "3", "seed": 1}) == " ['problem_id', 'seed']"
+    )
+    assert said("Thoughtful", row) == " True, ['problem_id', 'seed']"
+
+
 def test_a_call_that_dies_leaves_the_environment_as_it_was() -> None:
     spec = EnvironmentSpec(tools=BAD.tools, factories=GAME.factories)
     state = (

@@ -91,3 +91,13 @@ def echo(messages: list[dict[str, Any]]) -> str | None:
 def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
     """Depends on every message."""
     return [(len(json.dumps(completion)) % 17) / 16 for completion in completions]
+
+
+class Columns:
+    def reset(self, **row: object) -> str:
+        return f" {sorted(row)}"
+
+
+class Thoughtful:
+    def reset(self, in_thought: bool = False, **row: object) -> str:
+        return f" {in_thought}, {sorted(row)}"
