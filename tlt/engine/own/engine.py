@@ -145,7 +145,8 @@ class RolloutEngine(RolloutBackend):
     def without_side_effects(self, drafts: bool) -> Iterator[EngineStats]:
         assert self.is_idle, "responses are generated aside between phases"
         self.memory.parking.clear()  # another drafter could not read it
-        kept = self.tuner, self.drafter, self.stats, self.on_span
+        kept = self.tuner, self.drafter, self.stats, self.on_span, self.parks
+        self.parks = False
         self.tuner = deepcopy(self.tuner) if drafts else None
         self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
         self.stats, self.on_span = EngineStats(), None
@@ -154,7 +155,7 @@ class RolloutEngine(RolloutBackend):
         finally:
             self.abort()
             self.release()
-            self.tuner, self.drafter, self.stats, self.on_span = kept
+            self.tuner, self.drafter, self.stats, self.on_span, self.parks = kept
             self.memory.drafter = self.drafter
 
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_the_speedup_is_that_of_the_engine_steps_and_the_tokens_are_the_same_in_
     expected = SpeedupPair(pytest.approx(num_steps[False] / num_steps[True]), 4, num_tokens, 0, 14)
     for drafts_first in (True, False):
         assert measure_pair(engine, REQUESTS, drafts_first, ticking(0, 14)) == expected
+
+
+def test_nothing_waits_for_an_environment_in_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, parked = make_engine()[0], []
+    engine.parks = True
+    monkeypatch.setattr(engine.memory.parking, "park", lambda response_id, _: parked.append(response_id))
+    ending = [replace(one, params=replace(PARAMS, stop_ids=tuple(range(12)))) for one in REQUESTS]
+    measure_pair(engine, ending, True, ticking(0, 1))
+    assert not parked
+    list(engine.generate(ending))
+    assert parked
 
 
 def test_what_is_measured_leaves_no_trace() -> None:
