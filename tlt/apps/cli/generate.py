@@ -103,12 +103,12 @@ def run(options: Generate) -> Record:
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     chat = options.chat_format(environment)
-    environments = build_between_turns(environment, model.tokenizer, chat, window)
+    between_turns = build_between_turns(environment, model.tokenizer, chat, window)
     try:
-        responses = converse(engine, environments, map(_problem, prompts), requests)
+        responses = converse(engine, between_turns, map(_problem, prompts), requests)
         rollouts = generate_in_order(engine, requests, responses)
     finally:
-        environments.close()
+        between_turns.close()
     seconds = time.perf_counter() - begin
     engine.close()
     write_jsonl(with_folder(options.out), (_line(rollout, model.tokenizer) for rollout in rollouts))

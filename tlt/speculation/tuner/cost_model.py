@@ -122,15 +122,16 @@ class CostModel(StrategyTuner):
         rated_A = speed_A.copy()
         rated_A[self._off] *= 1 + MARGIN
 
-        def deviation_A(other: int) -> NDArray[np.float64]:
-            """Of the logarithm of an arm's speed over another's."""
+        def deviation_from(other: int) -> NDArray[np.float64]:
+            """By arm: the standard deviation of log(its speed / another arm's)."""
             variance_A = self.costs.variance(cost.shares_AP, other)
-            variance_A = variance_A + self.acceptance.variance(expected.spread_AD, other)
-            deviation_A: NDArray[np.float64] = np.sqrt(variance_A)
-            return deviation_A
+            result: NDArray[np.float64] = np.sqrt(
+                variance_A + self.acceptance.variance(expected.spread_AD, other)
+            )
+            return result
 
-        chosen = best = int((rated_A * np.exp(-CAUTION * deviation_A(self._off))).argmax())
-        lead_A = rated_A * np.exp(OPTIMISM * deviation_A(best)) / rated_A[best] - 1
+        chosen = best = int((rated_A * np.exp(-CAUTION * deviation_from(self._off))).argmax())
+        lead_A = rated_A * np.exp(OPTIMISM * deviation_from(best)) / rated_A[best] - 1
         loss_A = cost.seconds_A * (1 - speed_A / speed_A[best]).clip(min=0.0)
         is_worth_A = (lead_A > 0) & (loss_A <= EXPLORE * self.seconds - self.lost_seconds)
         is_worth_A[best] = False

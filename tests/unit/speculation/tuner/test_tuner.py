@@ -167,6 +167,21 @@ def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> Non
         assert share_of_best(machine, chosen[-200:], [8] * 200) > 0.95
 
 
+@pytest.mark.parametrize("batch_size", [16, 64])
+def test_a_short_rollout_loses_little_to_a_drafter_that_is_of_no_use(batch_size: int) -> None:
+    """32 steps of a tuner that knows nothing, where each row costs; on the mean of eight."""
+    useless, off, seconds = {"learned": 0.02, "ngram": 0.02, "hybrid": 0.02}, 0.0, 0.0
+    for seed in range(8):
+        machine, tuner = Machine(useless, 8.0, seed), CostModel(CHAINS)
+        for _ in range(32):
+            batch = BatchState(batch_size, 0, 0)
+            arm = tuner.choose(batch).strategy
+            tuner.observe(arm, batch, machine.run(arm, batch_size))
+            off += machine.seconds(Strategy.OFF, batch_size)
+            seconds += machine.seconds(arm, batch_size)
+    assert off / seconds > 0.9
+
+
 @pytest.mark.parametrize("half_rows", [25.0, 200.0])
 @pytest.mark.parametrize("kinds", [("ngram",), ALL])
 def test_a_text_that_begins_to_repeat_itself_is_noticed(kinds: Sequence[str], half_rows: float) -> None:
