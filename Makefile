@@ -13,6 +13,8 @@
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make docs     the site, into runs/site, in an environment of its own, .venv-docs; a warning is an error
 #   make docs-test   runs the commands that the pages show, in small, two minutes
+#   make evidence the figures of README and docs/results.md, those of an earlier tree anew, one at a time: hours; ARGS=--list tells them
+#   make evidence-gate  six cheap figures beside those of earlier commits (benchmarks/history.jsonl), four minutes
 #   make mutate   changes 150 places of the core, one at a time, and runs each room's tests: which changes go unnoticed? An hour
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 #   make lock     requirements-dev.lock anew, from .venv
@@ -20,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check qwen-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test mutate lock lint format clean
+.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check qwen-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test evidence evidence-gate mutate lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -144,6 +146,12 @@ docs: .venv-docs/.installed
 
 docs-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+evidence: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.evidence $(ARGS)
+
+evidence-gate: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.gate $(ARGS)
 
 mutate: $(DEV_STAMP)
 	$(BIN)/python -m tools.mutate $(ARGS)

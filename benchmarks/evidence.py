@@ -1,0 +1,405 @@
+"""Measures the figures that README.md and docs/results.md cite, and writes them into these pages.
+
+    python -m benchmarks.evidence --list              the measurements: minutes, figures, of this tree or of an earlier one
+    python -m benchmarks.evidence [--only NAME …]     measures what is of an earlier tree or not measured, one at a time
+    python -m benchmarks.evidence --enter NAME REPORT takes a report that the measurement's command has written elsewhere
+    python -m benchmarks.evidence --write             the pages anew: which figures are of an earlier tree, by git log
+    python -m benchmarks.evidence --check             exit code 1 where the pages are not what --write would write
+
+    figures.py ─ command ─▶ report ─▶ benchmarks/results/evidence.json ─▶ tables of README.md, docs/results.md
+
+A measurement waits for a quiet machine. Its load before, and during it the shares of processor time that the hypervisor
+(steal) and other processes took, stand beside each figure. Stop and repeat the command as you like: finished figures stay.
+VLLM_PYTHON names an interpreter with vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import carry_out, make_parser
+from benchmarks.figures import FIGURES, MEASUREMENTS, TABLES, Figure, Measurement, Table
+from benchmarks.report import speed_text, table
+from tlt.base.io.files import dumps, write_atomically
+from tlt.base.types import UserError
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path("benchmarks/results")
+EVIDENCE = RESULTS / "evidence.json"
+SCRATCH = Path("runs/evidence")
+PYPI = {"smollm2": "smollm2", "qwen": "qwen2.5-0.5b"}
+"""Recipes whose models `tlt init --from-pypi` makes, by their placeholder in a command."""
+EARLIER = ", of an earlier tree"
+QUIET = 0.15
+"""The largest share of processor time in use, over five seconds, of a machine that counts as quiet."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A measured figure: an entry of evidence.json.
+
+    value, low, high: mean and 95 % interval of a speedup, or a share; base: what it is compared with. None: there is none.
+    commit, date: of the tree that was measured.
+    machine: processor and versions.
+    load: mean running processes of the minute before. steal, others: shares of all processor time during the
+        measurement. None: not written down.
+    report: raw figures, from the repository's root.
+    is_earlier: whether a later commit had changed what it measures when the pages were written.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    unit: str
+    base: float | None
+    commit: str
+    date: str
+    machine: str
+    load: float | None
+    steal: float | None
+    others: float | None
+    command: str
+    minutes: float | None
+    report: str
+    is_earlier: bool = False
+
+
+def read_evidence(root: Path = ROOT) -> dict[str, Evidence]:
+    """Returns the figures by name. Those that figures.py does not name any more are left out."""
+    path = root / EVIDENCE
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: Evidence(**found[name]) for name in FIGURES if name in found}
+
+
+def look_up(report: Any, at: str) -> Any:
+    """Returns the value at a place of a report (Figure.at). Raises KeyError, IndexError or StopIteration."""
+    for part in at.split("."):
+        if isinstance(report, list) and "=" in part:
+            key, _, value = part.partition("=")
+            report = next(entry for entry in report if str(entry[key]) == value)
+        else:
+            report = report[int(part)] if isinstance(report, list) else report[part]
+    return report
+
+
+def read_figures(one: Measurement, report: Any, about: Mapping[str, Any]) -> dict[str, Evidence]:
+    """Returns a measurement's figures. about: the fields that all of them share."""
+
+    def read(figure: Figure) -> Evidence:
+        found = look_up(report, figure.at)
+        ratio = found if isinstance(found, dict) else {"mean": found, "low": None, "high": None}
+        base = look_up(report, figure.base) if figure.base else None
+        return Evidence(ratio["mean"], ratio["low"], ratio["high"], figure.unit, base, **about)
+
+    return {name: read(figure) for name, figure in one.figures.items()}
+
+
+# ── the tree ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def has_changed(commit: str, paths: Sequence[str]) -> bool:
+    """Returns whether a commit after this one has changed the paths. An unknown commit: yes."""
+    try:
+        return bool(git("log", "-1", "--format=%h", f"{commit}..HEAD", "--", *paths))
+    except UserError:
+        return True
+
+
+def marked(evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """Returns the figures with is_earlier as git has it."""
+    paths = {name: one.paths for one in MEASUREMENTS.values() for name in one.figures}
+    return {name: replace(e, is_earlier=has_changed(e.commit, paths[name])) for name, e in evidence.items()}
+
+
+def is_current(one: Measurement, evidence: Mapping[str, Evidence]) -> bool:
+    return all(name in evidence and not evidence[name].is_earlier for name in one.figures)
+
+
+# ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def processor_seconds() -> tuple[float, float, float]:
+    """Returns seconds of all processors since the start: in all, stolen by the hypervisor, used by others than our finished
+    processes."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    total, idle, stolen = (
+        each / os.sysconf("SC_CLK_TCK") for each in (sum(ticks), ticks[3] + ticks[4], ticks[7])
+    )
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return total, stolen, total - idle - stolen - ours.ru_utime - ours.ru_stime
+
+
+def shares_since(start: tuple[float, float, float]) -> dict[str, float]:
+    """Returns the shares of the processors' time that were stolen, and that other processes took."""
+    total, stolen, others = (
+        max(now - then, 0.0) for now, then in zip(processor_seconds(), start, strict=True)
+    )
+    return {"steal": round(stolen / total, 4), "others": round(others / total, 4)}
+
+
+def wait_for_quiet(patience_minutes: float) -> None:
+    """Waits until the machine is quiet. Raises UserError when patience is over."""
+    end = time.monotonic() + 60 * patience_minutes
+    while True:
+        start = processor_seconds()
+        time.sleep(5)
+        if (used := sum(shares_since(start).values())) <= QUIET:
+            return
+        if time.monotonic() > end:
+            raise UserError(f"the machine is busy, {used:.0%} of it: end other work, or give --busy")
+        print(f"waits: {used:.0%} of the machine is in use", flush=True)
+
+
+# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lacking(one: Measurement) -> str | None:
+    """Returns what a measurement lacks on this machine; None: nothing."""
+    if "{vllm}" in one.command and not vllm_python().exists():
+        return "an interpreter with vLLM: VLLM_PYTHON, or make vllm-test"
+    if one.needs is not None and importlib.util.find_spec(one.needs) is None:
+        return f"the package {one.needs}"
+    return None
+
+
+def vllm_python() -> Path:
+    return Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python"))
+
+
+def fill(text: str, out: Path) -> str:
+    """Returns a command or a path with its placeholders filled in."""
+    models = {name: SCRATCH / "models" / recipe for name, recipe in PYPI.items()}
+    for name, value in {"out": out, "vllm": vllm_python(), **models}.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
+def run_python(*words: str) -> None:
+    """Runs `python -m WORDS` in the repository's root. Raises UserError for another exit code than 0."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, check=False)
+    if done.returncode:
+        raise UserError(f"python -m {' '.join(words)}: exit code {done.returncode}")
+
+
+def measure(name: str, one: Measurement, patience_minutes: float | None) -> dict[str, Evidence]:
+    """Runs a measurement and keeps its report. patience_minutes: to wait for a quiet machine; None: measures at once."""
+    if changes := git("status", "--porcelain", "--", *one.paths):
+        raise UserError(f"{name}: what it measures is changed and not committed: {changes.split()[-1]}")
+    for placeholder, recipe in PYPI.items():
+        folder = SCRATCH / "models" / recipe
+        if f"{{{placeholder}}}" in one.command and not (ROOT / folder).exists():
+            run_python("tlt", "init", recipe, str(folder), "--from-pypi")
+    out = SCRATCH / name / name
+    shutil.rmtree(ROOT / out.parent, ignore_errors=True)
+    (ROOT / out.parent).mkdir(parents=True)
+    if patience_minutes is not None:
+        wait_for_quiet(patience_minutes)
+    begun, load, start = time.monotonic(), os.getloadavg()[0], processor_seconds()
+    run_python(*fill(one.command, out).split())
+    shares, minutes = shares_since(start), (time.monotonic() - begun) / 60
+    about = {"load": round(load, 2), **shares, "minutes": round(minutes, 1), "date": date.today().isoformat()}
+    return enter(name, one, ROOT / fill(one.report, out), about)
+
+
+def enter(name: str, one: Measurement, path: Path, about: Mapping[str, Any]) -> dict[str, Evidence]:
+    """Returns the figures of a report, which is copied to benchmarks/results. about: what is known beside it."""
+    if path.suffix == ".jsonl":  # of a run
+        report = read_lines(path)
+        command, described = f"python -m {one.command}", read_lines(path.with_name("environment.jsonl"))[0]
+        kept = keep(path, RESULTS / name / path.name)
+    else:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        command, described = without_folder(report["command"], path), report["environment"]
+        kept = keep(path, RESULTS / f"{name}.json")
+        if path.with_suffix(".md").exists():
+            kept = keep(path.with_suffix(".md"), RESULTS / f"{name}.md")
+    shared = {
+        "commit": described["commit"],
+        "date": git("log", "-1", "--format=%cs", described["commit"]),
+        "machine": f"{described['cpu']}; Python {described['python']}, torch {described['torch']}",
+        **dict.fromkeys(("load", "steal", "others", "minutes")),
+        "command": command,
+        "report": str(kept),
+    }
+    return read_figures(one, report, {**shared, **about})
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def without_folder(text: str, path: Path) -> str:
+    """Returns a report's text without the folder that it was written to."""
+    return text.replace(f"{path.parent}/", "")
+
+
+def keep(path: Path, kept: Path) -> Path:
+    """Copies a report into the repository."""
+    (ROOT / kept).parent.mkdir(exist_ok=True)
+    (ROOT / kept).write_text(without_folder(path.read_text(encoding="utf-8"), path), encoding="utf-8")
+    return kept
+
+
+# ── the pages ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cell(names: str, evidence: Mapping[str, Evidence]) -> str:
+    """Returns a cell of a row (Table)."""
+    return " · ".join(_said(evidence[n], base) for n, base in _named(names) if n in evidence)
+
+
+def _named(names: str) -> list[tuple[str, bool]]:
+    """Returns a cell's figures, and whether their bases are meant."""
+    return [(name.removesuffix(".base"), name.endswith(".base")) for name in names.split()]
+
+
+def _said(found: Evidence, wants_base: bool) -> str:
+    if wants_base:
+        return speed_text(found.base or 0.0)
+    if found.unit == "solved":
+        return f"{found.base:.1%} → {found.value:.1%}".replace("%", " %")
+    return f"{found.value:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
+
+
+def source(found: Iterable[Evidence], page: str) -> str:
+    """Returns the commits of figures, linked with their reports from this page."""
+    links = {
+        f"[{e.commit}]({os.path.relpath(e.report, Path(page).parent)}){EARLIER * e.is_earlier}" for e in found
+    }
+    return "; ".join(sorted(links))
+
+
+def render(one: Table, evidence: Mapping[str, Evidence]) -> str:
+    """Returns a table as Markdown. Rows without a measured figure are left out."""
+    rows = []
+    for row in one.rows:
+        words, cells = row[: one.num_words], row[one.num_words :]
+        names = [name for text in cells for name, _ in _named(text)]
+        if found := [evidence[name] for name in names if name in evidence]:
+            rows.append([*words, *(cell(text, evidence) for text in cells), source(found, one.page)])
+    return table([*one.columns, "measured at"], rows)
+
+
+def with_tables(page: str, text: str, evidence: Mapping[str, Evidence]) -> str:
+    """Returns a page with its tables. Raises UserError for a table without its markers."""
+    for name, one in TABLES.items():
+        if one.page == page:
+            marks = f"<!-- evidence: {name} -->", "<!-- end -->"
+            before, found, rest = text.partition(marks[0])
+            _, end, after = rest.partition(marks[1])
+            if not (found and end):
+                raise UserError(f"{page}: has no lines {marks[0]} and {marks[1]}")
+            text = f"{before}{found}\n{render(one, evidence)}\n{end}{after}"
+    return text
+
+
+def pages(evidence: Mapping[str, Evidence], root: Path = ROOT) -> dict[str, str]:
+    """Returns the pages by name, with their tables."""
+    names = sorted({one.page for one in TABLES.values()})
+    return {name: with_tables(name, (root / name).read_text(encoding="utf-8"), evidence) for name in names}
+
+
+def write(evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """Writes evidence.json and the pages, with the marks of git; returns what was written."""
+    found = marked(evidence)
+    texts = {
+        str(EVIDENCE): dumps({name: asdict(e) for name, e in found.items()}, indent=1) + "\n",
+        **pages(found),
+    }
+    for name, text in texts.items():
+        with write_atomically(ROOT / name) as file:
+            file.write(text)
+    return found
+
+
+def stale(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Returns a line for each page or mark that --write would change."""
+    now = marked(evidence)
+    lines = [
+        f"{name}: of an earlier tree"
+        for name, e in now.items()
+        if e.is_earlier and not evidence[name].is_earlier
+    ]
+    return lines + [
+        f"{name}: not as evidence.json has it"
+        for name, text in pages(evidence).items()
+        if text != (ROOT / name).read_text(encoding="utf-8")
+    ]
+
+
+def describe(name: str, one: Measurement, evidence: Mapping[str, Evidence]) -> str:
+    state = "of this tree" if is_current(one, evidence) else "of an earlier tree, or not measured"
+    says = [
+        f"    {figure}: {one.figures[figure].says}; {cell(figure, evidence) or 'not measured'}"
+        for figure in one.figures
+    ]
+    return "\n".join([f"{name}: {one.minutes:g} min, {state}", f"    python -m {one.command}", *says])
+
+
+def main() -> int:
+    parser = make_parser("evidence", __doc__, needs_out=False)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=sorted(MEASUREMENTS), help="these measurements"
+    )
+    parser.add_argument("--again", action="store_true", help="also what is of this tree already")
+    parser.add_argument("--busy", action="store_true", help="does not wait for a quiet machine")
+    parser.add_argument("--patience", type=float, default=30.0, help="minutes to wait for a quiet machine")
+    parser.add_argument("--list", action="store_true", help="prints the measurements, and runs none")
+    parser.add_argument("--write", action="store_true", help="writes the pages anew, and runs none")
+    parser.add_argument("--check", action="store_true", help="tells what --write would change, and runs none")
+    parser.add_argument("--enter", nargs=2, metavar=("NAME", "REPORT"), help="enters a report, and runs none")
+    options = parser.parse_args()
+    evidence = read_evidence()
+    if options.list:
+        found = marked(evidence)
+        print("\n".join(describe(name, one, found) for name, one in MEASUREMENTS.items()))
+        return 0
+    if options.check:
+        lines = stale(evidence)
+        print("\n".join(lines) or "the pages are as evidence.json and git have it")
+        return 1 if lines else 0
+    if options.enter:
+        name, path = options.enter
+        if name not in MEASUREMENTS:
+            raise UserError(f"--enter: {name!r} is unknown; give one of {', '.join(MEASUREMENTS)}")
+        evidence |= enter(name, MEASUREMENTS[name], Path(path), {})
+    evidence = write(evidence)
+    if options.write or options.enter:
+        return 0
+    chosen = {name: MEASUREMENTS[name] for name in options.only or MEASUREMENTS}
+    chosen = {n: one for n, one in chosen.items() if options.again or not is_current(one, evidence)}
+    lacks = {name: what for name, one in chosen.items() if (what := lacking(one))}
+    for name, what in lacks.items():
+        print(f"left out: {name} needs {what}")
+        del chosen[name]
+    minutes = sum(one.minutes for one in chosen.values())
+    print(f"{len(chosen)} measurements, about {minutes:g} minutes: {', '.join(chosen)}", flush=True)
+    for name, one in chosen.items():
+        print(f"{name}: about {one.minutes:g} minutes", flush=True)
+        evidence = write(evidence | measure(name, one, None if options.busy else options.patience))
+        print(describe(name, one, evidence), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(carry_out("evidence", main))
