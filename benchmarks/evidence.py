@@ -23,64 +23,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, make_parser
-from benchmarks.figures import FIGURES, MEASUREMENTS, TABLES, Figure, Measurement, Table
-from benchmarks.report import speed_text, table
+from benchmarks.evidence_pages import EVIDENCE, ROOT, Evidence, cell, pages, read_evidence
+from benchmarks.figures import MEASUREMENTS, Figure, Measurement
 from tlt.base.io.files import dumps, write_atomically
 from tlt.base.types import UserError
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path("benchmarks/results")
-EVIDENCE = RESULTS / "evidence.json"
+RESULTS = EVIDENCE.parent
 SCRATCH = Path("runs/evidence")
 PYPI = {"smollm2": "smollm2", "qwen": "qwen2.5-0.5b"}
 """Recipes whose models `tlt init --from-pypi` makes, by their placeholder in a command."""
-EARLIER = ", of an earlier tree"
 QUIET = 0.15
 """The largest share of processor time in use, over five seconds, of a machine that counts as quiet."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A measured figure: an entry of evidence.json.
-
-    value, low, high: mean and 95 % interval of a speedup, or a share; base: what it is compared with. None: there is none.
-    commit, date: of the tree that was measured.
-    machine: processor and versions.
-    load: mean running processes of the minute before. steal, others: shares of all processor time during the
-        measurement. None: not written down.
-    report: raw figures, from the repository's root.
-    is_earlier: whether a later commit had changed what it measures when the pages were written.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    unit: str
-    base: float | None
-    commit: str
-    date: str
-    machine: str
-    load: float | None
-    steal: float | None
-    others: float | None
-    command: str
-    minutes: float | None
-    report: str
-    is_earlier: bool = False
-
-
-def read_evidence(root: Path = ROOT) -> dict[str, Evidence]:
-    """Returns the figures by name. Those that figures.py does not name any more are left out."""
-    path = root / EVIDENCE
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: Evidence(**found[name]) for name in FIGURES if name in found}
 
 
 def look_up(report: Any, at: str) -> Any:
@@ -203,7 +163,7 @@ def run_python(*words: str) -> None:
 
 def measure(name: str, one: Measurement, patience_minutes: float | None) -> dict[str, Evidence]:
     """Runs a measurement and keeps its report. patience_minutes: to wait for a quiet machine; None: measures at once."""
-    if changes := git("status", "--porcelain", "--", *one.paths):
+    if changes := git("status", "--porcelain", "--", "tlt", *one.paths):
         raise UserError(f"{name}: what it measures is changed and not committed: {changes.split()[-1]}")
     for placeholder, recipe in PYPI.items():
         folder = SCRATCH / "models" / recipe
@@ -260,63 +220,7 @@ def keep(path: Path, kept: Path) -> Path:
     return kept
 
 
-# ── the pages ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def cell(names: str, evidence: Mapping[str, Evidence]) -> str:
-    """Returns a cell of a row (Table)."""
-    return " · ".join(_said(evidence[n], base) for n, base in _named(names) if n in evidence)
-
-
-def _named(names: str) -> list[tuple[str, bool]]:
-    """Returns a cell's figures, and whether their bases are meant."""
-    return [(name.removesuffix(".base"), name.endswith(".base")) for name in names.split()]
-
-
-def _said(found: Evidence, wants_base: bool) -> str:
-    if wants_base:
-        return speed_text(found.base or 0.0)
-    if found.unit == "solved":
-        return f"{found.base:.1%} → {found.value:.1%}".replace("%", " %")
-    return f"{found.value:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
-
-
-def source(found: Iterable[Evidence], page: str) -> str:
-    """Returns the commits of figures, linked with their reports from this page."""
-    links = {
-        f"[{e.commit}]({os.path.relpath(e.report, Path(page).parent)}){EARLIER * e.is_earlier}" for e in found
-    }
-    return "; ".join(sorted(links))
-
-
-def render(one: Table, evidence: Mapping[str, Evidence]) -> str:
-    """Returns a table as Markdown. Rows without a measured figure are left out."""
-    rows = []
-    for row in one.rows:
-        words, cells = row[: one.num_words], row[one.num_words :]
-        names = [name for text in cells for name, _ in _named(text)]
-        if found := [evidence[name] for name in names if name in evidence]:
-            rows.append([*words, *(cell(text, evidence) for text in cells), source(found, one.page)])
-    return table([*one.columns, "measured at"], rows)
-
-
-def with_tables(page: str, text: str, evidence: Mapping[str, Evidence]) -> str:
-    """Returns a page with its tables. Raises UserError for a table without its markers."""
-    for name, one in TABLES.items():
-        if one.page == page:
-            marks = f"<!-- evidence: {name} -->", "<!-- end -->"
-            before, found, rest = text.partition(marks[0])
-            _, end, after = rest.partition(marks[1])
-            if not (found and end):
-                raise UserError(f"{page}: has no lines {marks[0]} and {marks[1]}")
-            text = f"{before}{found}\n{render(one, evidence)}\n{end}{after}"
-    return text
-
-
-def pages(evidence: Mapping[str, Evidence], root: Path = ROOT) -> dict[str, str]:
-    """Returns the pages by name, with their tables."""
-    names = sorted({one.page for one in TABLES.values()})
-    return {name: with_tables(name, (root / name).read_text(encoding="utf-8"), evidence) for name in names}
+# ── evidence.json and the pages ──────────────────────────────────────────────────────────────────────────────
 
 
 def write(evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
@@ -394,11 +298,17 @@ def main() -> int:
         del chosen[name]
     minutes = sum(one.minutes for one in chosen.values())
     print(f"{len(chosen)} measurements, about {minutes:g} minutes: {', '.join(chosen)}", flush=True)
+    failed = False
     for name, one in chosen.items():
         print(f"{name}: about {one.minutes:g} minutes", flush=True)
-        evidence = write(evidence | measure(name, one, None if options.busy else options.patience))
-        print(describe(name, one, evidence), flush=True)
-    return 0
+        try:
+            evidence = write(evidence | measure(name, one, None if options.busy else options.patience))
+        except UserError as error:  # the others can still be measured
+            print(f"{name}: not measured: {error}", flush=True)
+            failed = True
+        else:
+            print(describe(name, one, evidence), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -225,19 +225,14 @@ SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-0.5B"
 TABLES: Mapping[str, Table] = {
     "first screen": Table(
         "README.md",
-        ("speedup", "model", "whole step", "rollout alone"),
+        ("TLT beside", "model", "whole step", "rollout"),
         (
+            ("itself, no speculation", f"{SMOLLM2}, sums written out", "smollm2-step", "smollm2-rollout"),
+            ("itself, no speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
+            ("TRL 1.16 with transformers", COUNTDOWN, "trl-step", "trl-rollout"),
             (
-                "over itself without speculation, sums written out",
-                f"{SMOLLM2}, real",
-                "smollm2-step",
-                "smollm2-rollout",
-            ),
-            ("the same, long-tailed puzzles", COUNTDOWN, "headline-step", "headline-rollout"),
-            ("over TRL 1.16 with transformers' `generate`", COUNTDOWN, "trl-step", "trl-rollout"),
-            (
-                "over vLLM 0.32 for CPUs, both without drafts; batch 1 · 4 · 16",
-                f"{QWEN}, real",
+                "vLLM 0.32, no drafts, batch 1 · 4 · 16",
+                QWEN,
                 "",
                 "vllm-qwen-1 vllm-qwen-4 vllm-qwen-16",
             ),

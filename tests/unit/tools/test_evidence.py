@@ -10,19 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import evidence
-from benchmarks.evidence import (
-    ROOT,
-    Evidence,
-    cell,
-    enter,
-    has_changed,
-    look_up,
-    pages,
-    read_evidence,
-    render,
-    source,
-    with_tables,
-)
+from benchmarks.evidence import enter, has_changed, look_up
+from benchmarks.evidence_pages import ROOT, Evidence, cell, pages, read_evidence, render, source, with_tables
 from benchmarks.figures import FIGURES, MEASUREMENTS, TABLES
 from tlt.base.types import UserError
 
