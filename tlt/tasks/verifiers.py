@@ -1,5 +1,5 @@
 """Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: one turn of text, rewarded by the conversation
-alone.
+alone. Those of several turns need their environment, too (environments/verifiers.py).
 
     --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
 
@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,14 @@ class Verifiers:
         else:
             tasks = itertools.islice(tasks, _PATIENCE * TEST_ONE_IN * (num + 1))
         prompts = ((task, self._prompt(task)) for task in map(partial(self._check, taskset), tasks))
-        chosen = ((task, prompt) for task, prompt in prompts if split_of(str(prompt)) == split)
+        asked = ((task, prompt, prompt or task.data.model_dump(exclude={"idx"})) for task, prompt in prompts)
+        chosen = ((task, prompt) for task, prompt, known in asked if split_of(str(known)) == split)
         problems = [
             {
                 "problem_id": f"{self.name}-{task.data.idx}",
                 **prompt,
                 "solved_at": solved_at,
+                "taskset": self.name,
                 "options": options,
                 "data": task.data.model_dump(mode="json", exclude_unset=True),
             }
@@ -91,25 +93,17 @@ class Verifiers:
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         import verifiers.v1 as vf
-        from verifiers.v1.graph import MessageNode
 
-        data = self.task_class.data_type().model_validate(problem["data"])
-        task = self.task_class(data, self._make(problem["options"]).config.task)
-        messages = problem.get("messages") or [{"role": "user", "content": problem["prompt"]}]
-        kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-        said = [kinds[message["role"]](content=message["content"]) for message in messages]
-        nodes = [MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(said)]
-        response = vf.AssistantMessage(content=response_text)
-        nodes.append(MessageNode(parent=len(said) - 1, message=response, sampled=True))
-        trace = vf.Trace(
-            task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-            agent=vf.AgentInfo(config=vf.AgentConfig()),
-            nodes=nodes,
-            is_completed=True,
-            ok=True,
-        )
+        task = self.task_of(problem["data"], problem["options"])
+        trace = begin_trace(task)
+        make_nodes(trace, [vf.AssistantMessage(content=response_text)], sampled=True)
+        trace.is_completed = trace.ok = True
         asyncio.run(task.score(trace))
         return {"reward": trace.reward, "solved": trace.reward >= problem["solved_at"]}
+
+    def task_of(self, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        read = self.task_class.data_type().model_validate(data)
+        return self.task_class(read, self._make(options).config.task)
 
     def _make(self, options: Mapping[str, Any]) -> Any:
         """Raises UserError for refused options and for needs that TLT does not meet."""
@@ -171,23 +165,52 @@ class Verifiers:
         return task
 
     def _prompt(self, task: Any) -> dict[str, Any]:
+        """Empty where the environment opens the conversation."""
         data = task.data
-        place = f"task verifiers:{self.name}, task {data.idx}"
-        if data.prompt is None:
-            raise UserError(
-                f"{place}: has no prompt, for a simulated user opens the conversation; take another taskset"
-            )
+        if data.prompt is None and data.system_prompt is None:
+            return {}
         if isinstance(data.prompt, str) and data.system_prompt is None:
             return {"prompt": data.prompt}
-        messages = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
-        messages = [m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in messages]
+        messages = _messages_of(data)
+        if data.prompt is None:  # what the environment says joins the last message
+            messages.append({"role": "user", "content": ""})
         for message in messages:
             role = message["role"]
             if not isinstance(message["content"], str) or role not in ("system", "user", "assistant"):
+                place = f"task verifiers:{self.name}, task {data.idx}"
                 raise UserError(f"{place}: a message of {role} is no text; take another taskset")
-        if data.system_prompt is not None:
-            messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return {"messages": messages}
+
+
+def _messages_of(data: Any) -> list[dict[str, Any]]:
+    prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
+    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    given = [m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in prompt]
+    return [*system, *given]
+
+
+def begin_trace(task: Any) -> Any:
+    """With the task's prompt."""
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+        state=state_cls(type(task))(),
+    )
+    kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
+    make_nodes(trace, [kinds[one["role"]](content=one["content"]) for one in _messages_of(task.data)])
+    return trace
+
+
+def make_nodes(trace: Any, messages: Sequence[Any], sampled: bool = False) -> None:
+    """Appends to the conversation. sampled: by the policy."""
+    from verifiers.v1.graph import MessageNode
+
+    for message in messages:
+        parent = len(trace.nodes) - 1 if trace.nodes else None
+        trace.nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 def _draw(name: str, *arguments: Any) -> list[dict[str, Any]]:

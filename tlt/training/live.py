@@ -50,7 +50,7 @@ from tlt.training.ranks.world import gather_objects, join_process_group, shutdow
 from tlt.training.report.timeline import Timeline, shared_epoch
 from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterTraining, Sinks
+from tlt.training.rollout.protocol import BetweenTurns, DrafterTraining, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import connect_work_queue
 
@@ -112,11 +112,17 @@ class LiveRollouts:
 
     model: a Llama, Qwen2 or Qwen3 of transformers, not sharded, without adapters. The engine shares
         its tensors where its own layout allows, and copies the others.
+    between_turns: what answers the policy between two turns of a response; None: responses of one turn.
     latest: the latest call, with all ranks' responses and times.
     seconds: this rank's seconds in it, by span (spans.py).
     """
 
-    def __init__(self, model: nn.Module, settings: LiveSettings | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: LiveSettings | None = None,
+        between_turns: BetweenTurns | None = None,
+    ) -> None:
         settings = settings or LiveSettings()
         self.model = unwrap(model)
         self.config = module_config(self.model)
@@ -137,7 +143,7 @@ class LiveRollouts:
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
             )
         queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
-        sinks = Sinks(Unscored(), lambda _: "")
+        sinks = Sinks(Unscored(), lambda _: "", between_turns=between_turns or BetweenTurns())
         self._phase = RolloutPhase(world, self.engine, queue, sinks, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
         self._idle_choice = build_idle_choice(world, self.timeline.epoch.machine, False, trains)
@@ -157,6 +163,7 @@ class LiveRollouts:
         params: SamplingParams,
         step: int,
         purpose: Purpose = "rollout",
+        states: Sequence[str] = (),
     ) -> list[Rollout]:
         """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it
         with its own prompts, and all ranks share the work.
@@ -166,12 +173,17 @@ class LiveRollouts:
         same weights give the same tokens, in a resumed loop too.
 
         step: updates of the policy so far.
+        states: each prompt's environment before the first turn (`Turns.state`); empty: none has any.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
         """
-        named = self._name(gather_objects(self.world, [plain(prompt) for prompt in prompts]), step, purpose)
+        told = gather_objects(self.world, ([plain(prompt) for prompt in prompts], [*states]))
+        named = self._name([given for given, _ in told], step, purpose)
         groups: dict[str, list[Request]] = {}
-        for (name, index), prompt in (pair for rank in named for pair in rank):
-            groups.setdefault(name, []).append(Request(name, index, prompt, params, purpose, step))
+        for of_rank, (_, begun) in zip(named, told, strict=True):
+            turns: Sequence[Turns | None] = [Turns(state=state) for state in begun] or [None] * len(of_rank)
+            for ((name, index), prompt), one in zip(of_rank, turns, strict=True):
+                request = Request(name, index, prompt, params, purpose, step, turns=one)
+                groups.setdefault(name, []).append(request)
         if not groups:
             return []
         problems = [Problem(name, requests[0].prompt_ids) for name, requests in groups.items()]
@@ -188,6 +200,7 @@ class LiveRollouts:
         except BaseException:  # such as Ctrl-C in a notebook: the next call begins anew
             self.engine.abort()
             self._phase.queue.abandon()
+            self._phase.sinks.between_turns.abandon()
             training.abandon()
             raise
         self.seconds = defaultdict(float)

@@ -143,7 +143,9 @@ class Run:
         rewards = config.rewards
         self.scorers = RewardPool(reward_spec(config), rewards.num_workers, rewards.timeout_seconds)
         chat, window = chat_format(config), model.config.max_positions
-        self.between_turns = build_between_turns(config.environment, model.tokenizer, chat, window)
+        self.between_turns = build_between_turns(
+            config.environment, model.tokenizer, chat, window, self.scorers.reads_environments
+        )
         sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.between_turns)
         queue = queue or connect_work_queue(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds

@@ -4,7 +4,8 @@
         ▲                                                             │
         └── prompt_ids, completion_ids, logprobs, in their order ─────┘
 
-rollout_func is experimental: TRL's version is pinned, and tests check the internals used here.
+Tools and environments are the trainer's own (trl_turns.py). rollout_func is experimental: TRL's version is
+pinned, and tests check the internals used here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from tlt.apps.integrations.trl_turns import TRLTurns
 from tlt.base.io.extras import how_to_install
 from tlt.base.spans import SpanName
 from tlt.base.types import Purpose, SamplingParams, UserError
@@ -43,12 +45,17 @@ class _Attached:
     def __init__(self) -> None:
         self.trainer: Any = None
         self.rollouts: LiveRollouts | None = None
+        self.turns: TRLTurns | None = None
 
     def rollouts_of(self, trainer: Any, settings: LiveSettings) -> LiveRollouts:
         if self.rollouts is None or self.trainer is not trainer:
             check_trainer(trainer)
             model = trainer.accelerator.unwrap_model(trainer.model)
-            self.trainer, self.rollouts = trainer, LiveRollouts(model, resumed(settings, trainer))
+            self.turns = TRLTurns(trainer) if trainer.tools else None
+            self.trainer = trainer
+            self.rollouts = LiveRollouts(model, resumed(settings, trainer), self.turns)
+            if self.turns is not None:
+                trainer._tool_call_loop = self.turns.tell
             trainer.add_callback(Keeper(self.rollouts))
         return self.rollouts
 
@@ -70,18 +77,22 @@ class TLTRollout(LiveSettings):
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL calls it on every process, for a completion of each of the process's prompts."""
-        rollouts = self._attached.rollouts_of(trainer, self)
-        prompt_ids = encode(prompts, trainer)
+        rollouts, turns = self._attached.rollouts_of(trainer, self), self._attached.turns
+        check_prompts(prompts, trainer)
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
         purpose: Purpose = "rollout" if trainer.model.training else "evaluation"
+        states = () if turns is None else turns.instances.states()
         generated = rollouts.generate(
-            prompt_ids, sampling_params(trainer), trainer.state.global_step, purpose
+            prompt_ids, sampling_params(trainer), trainer.state.global_step, purpose, states
         )
         for name, value in metrics(rollouts).items():
             trainer._log_metric(f"tlt/{name}", value)
+        ends = [None] * len(generated) if turns is None else turns.note(generated)
+        pairs = [*zip(generated, ends, strict=True)]
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [list(rollout.token_ids) for rollout in generated],
-            "logprobs": [list(rollout.logprobs) for rollout in generated],
+            "completion_ids": [list(rollout.token_ids[:end]) for rollout, end in pairs],
+            "logprobs": [list(rollout.logprobs[:end]) for rollout, end in pairs],
         }
 
     @property
@@ -132,10 +143,6 @@ def check_version() -> None:
 def check_trainer(trainer: Any) -> None:
     if trainer.use_vllm:
         raise UserError("use_vllm: is True, but completions come from TLT's engine; set it to False")
-    if trainer.tools or trainer.environment_factories is not None:
-        raise UserError(
-            "tools: responses over several turns are not supported; remove tools and environment_factory"
-        )
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         reads = f"a {type(trainer.processing_class).__name__} reads more than text"
         raise UserError(f"processing_class: {reads}, which is not supported; use a text model")
@@ -166,24 +173,11 @@ def sampling_params(trainer: Any) -> SamplingParams:
     )
 
 
-def encode(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """As TRL does: text as it is, messages by the chat template."""
+def check_prompts(prompts: Sequence[Any], trainer: Any) -> None:
     from trl import is_conversational
 
-    tokenizer, messages = trainer.processing_class, list(prompts)
-    if not is_conversational({"prompt": messages[0]}):
-        encoded = tokenizer(text=messages)
-    else:
-        encoded = tokenizer.apply_chat_template(
-            conversation=messages,
-            chat_template=trainer.chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **trainer.chat_template_kwargs,
-        )
-    prompt_ids: list[list[int]] = encoded["input_ids"]
-    return prompt_ids
+    if trainer.tools and not is_conversational({"prompt": prompts[0]}):
+        raise UserError("tools: are called in conversations, but prompt is text; give prompts as messages")
 
 
 # ── what TRL logs ───────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,8 @@
     respond    a function of the messages so far, for turns without a call; None ends the response
 
 An instance is a value: it is pickled after every call and loaded before the next, in any worker, on any rank,
-in a later attempt. Its class can say how (`__getstate__`). The code here runs in workers.
+in a later attempt. Its class can say how (`__getstate__`). What it draws from Python's and NumPy's generators
+is a function of its problem and of how often it was asked. The code here runs in workers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import inspect
 import json
 import math
 import pickle
+import random
+import sys
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +55,7 @@ class EnvironmentSpec:
 class Ask(NamedTuple):
     """A question to an environment.
 
-    state: the environment before it; "": a new one, after `reset(**row)`.
+    state: the environment before it, as "number of questions:pickle"; "": a new one, after `reset(**row)`.
     name, arguments: of a call.
     messages: the conversation, for `respond`.
     """
@@ -132,28 +135,32 @@ class Environments:
     def answer(self, ask: Ask) -> Answer:
         """Errors of a call are said to the policy; others are raised (`refuse`)."""
         instance, observation = self._instance(ask)
+        number = num_asked(ask.state) + 1
+        if instance is not None:
+            _seed(ask.row, number)
         match ask.kind:
             case "observe":
                 dump(instance)  # it can be pickled
                 return Answer(None if observation is None else _text(observation))
             case "reward":
+                state = ask.state or write_state(number, instance)
                 get_reward = getattr(instance, "get_reward", None)
                 reward = None if get_reward is None else _number(_settle(get_reward()))
-                return Answer(None, ask.state, reward=reward)
+                return Answer(None, state, reward=reward)
             case "respond":
-                return self._respond(instance, ask)
+                return self._respond(instance, ask, number)
         try:
             said = _text(self._call(instance, ask.name, ask.arguments))
         except ToolError as error:
-            return Answer(say_error(str(error)), dump(instance), is_error=True)
-        return Answer(said, dump(instance))
+            return Answer(say_error(str(error)), write_state(number, instance), is_error=True)
+        return Answer(said, write_state(number, instance))
 
-    def _respond(self, instance: Any, ask: Ask) -> Answer:
+    def _respond(self, instance: Any, ask: Ask, number: int) -> Answer:
         respond = getattr(instance, "respond", None) or self.respond
         if respond is None:
             return Answer(None, ask.state)
         said = _settle(respond([dict(message) for message in ask.messages]))
-        return Answer(None if said is None else _text(said), dump(instance))
+        return Answer(None if said is None else _text(said), write_state(number, instance))
 
     def _call(self, instance: Any, name: str, arguments: Any) -> Any:
         """Raises ToolError."""
@@ -175,13 +182,14 @@ class Environments:
     def _instance(self, ask: Ask) -> tuple[Any, Any]:
         """(environment, what its reset said)."""
         if ask.state:
-            return load(ask.state), None
+            return read_instance(ask.state), None
         instance = self._make(ask.row)
         if instance is None:
             return None, None
         columns = dict(ask.row)
         if "" not in self.factories:
             del columns[COLUMN]
+        _seed(ask.row, 0)
         if "in_thought" not in inspect.signature(instance.reset).parameters:
             columns.pop("in_thought", None)  # no column of the user's
         return instance, _settle(instance.reset(**columns))
@@ -208,6 +216,25 @@ class Environments:
 
 def say_error(what: str) -> str:
     return json.dumps({"error": what}, ensure_ascii=False)
+
+
+def write_state(number: int, instance: Any) -> str:
+    return "" if instance is None else f"{number}:{dump(instance)}"
+
+
+def num_asked(state: str) -> int:
+    return int(state.partition(":")[0]) if state else 0
+
+
+def read_instance(state: str) -> Any:
+    return load(state.partition(":")[2])
+
+
+def _seed(row: Mapping[str, Any], number: int) -> None:
+    seed = zlib.crc32(f"{row.get('problem_id')}/{number}".encode())
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
 
 
 def dump(instance: Any) -> str:

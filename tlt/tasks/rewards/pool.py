@@ -118,7 +118,7 @@ class RewardPool:
     def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
         self._scorer = Scorer(spec)  # a misspelt task is an error here, not one of every response
         self.spec, self.timeout_seconds = spec, timeout_seconds
-        self.by_group = self._scorer.by_group
+        self.by_group, self.reads_environments = self._scorer.by_group, self._scorer.reads_environments
         self._pending: dict[ResponseId, Pending] = {}
         self._is_inline = not num_workers
         self._crew = Crew[Job, list[Reward]](num_workers, partial(start_worker, spec), self._answer)

@@ -6,6 +6,8 @@ A task scores each response alone, a reward function a group, called as by TRL (
     f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
     [float | None, float | None]
 
+A function with the parameter `environments` gets the instances, too, as each response left them.
+
 Both are the user's code: an exception becomes the error of the call's responses.
 """
 
@@ -56,6 +58,8 @@ class RewardSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: bool = False
     """Whether environments give rewards: alone, or beside the functions, with weight 1."""
+    factories: Sequence[str] = ()
+    """Of the environments that functions get."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,15 @@ class Scorer:
             RewardFunction(names[function], function, weight, load_function(function))
             for function, weight in weights.items()
         )
+        if self.reads_environments:
+            for factory in spec.factories:  # pickles find their classes
+                get_object(f"environment.factory {factory!r}", factory)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def reads_environments(self) -> bool:
+        named = [inspect.signature(function.call).parameters for function in self.functions]
+        return bool(self.spec.factories) and any("environments" in names for names in named)
 
     @property
     def scores_alone(self) -> bool:
@@ -146,6 +158,7 @@ class Scorer:
     def check(self, problem: Mapping[str, Any]) -> None:
         """Raises UserError for an argument that this problem does not offer."""
         offered = _offer([Completion(dict(problem), "")], {})
+        offered |= {"environments": [None]} if self.reads_environments else {}
         for function in self.functions:
             function.check(offered)
 
@@ -209,7 +222,10 @@ class Scorer:
 
     def _score_by_functions(self, group: Sequence[Completion]) -> list[Reward]:
         logged: dict[str, list[float]] = defaultdict(list)
-        given = self._call_functions(_offer(group, logged), len(group))
+        offered = _offer(group, logged)
+        if self.reads_environments:
+            offered["environments"] = [_environment_of(response) for response in group]
+        given = self._call_functions(offered, len(group))
         metrics = {name: sum(values) / len(values) for name, values in logged.items()}
         return [
             self._weigh(one, row, metrics) for one, row in zip(group, zip(*given, strict=True), strict=True)
@@ -303,6 +319,16 @@ def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[
         "log_metric": lambda name, value: _log_metric(logged, name, value),
         "log_extra": lambda column, values: None,
     }
+
+
+def _environment_of(response: Completion) -> Any:
+    """As the response has left it. Raises Unscorable."""
+    from tlt.tasks.environments.environment import read_instance  # only here: few functions read them
+
+    turns = response.turns or Turns()
+    if not turns.state:
+        raise Unscorable(f"environment: {turns.failure or 'nothing is left of it'}")
+    return read_instance(turns.state)
 
 
 def _prompt_of(problem: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tlt.base.config.environment import EnvironmentSection
 from tlt.base.io.files import Record
-from tlt.base.types import ResponseId, UserError
+from tlt.base.types import ResponseId, Rollout, UserError
 from tlt.models.hf.prompts import ChatFormat
 from tlt.models.hf.tokenizer import Tokenizer
 from tlt.models.hf.turns import TurnWriter
@@ -47,7 +47,11 @@ def with_environment(
 
 
 def build_between_turns(
-    section: EnvironmentSection, tokenizer: Tokenizer | None, chat: ChatFormat, window: int
+    section: EnvironmentSection,
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat,
+    window: int,
+    keeps_states: bool = False,
 ) -> BetweenTurns:
     """tokenizer: None: only without an environment."""
     if not section.is_used:
@@ -58,14 +62,22 @@ def build_between_turns(
     pool = EnvironmentPool[ResponseId](spec, section.num_workers, section.tool_timeout_seconds)
     writers: dict[str, TurnWriter] = {}
 
-    def writer_of(row: Mapping[str, Any]) -> TurnWriter:
+    def writer_of(rollout: Rollout, row: Mapping[str, Any]) -> TurnWriter:
         name = environments.name_of(row)
         if name not in writers:
             writers[name] = turn_writer(environments, row, tokenizer, chat)
         return writers[name]
 
     speaks, rewards = environments.speaks, environments.gives_reward
-    return Conversations(pool, writer_of, section.max_turns, window, speaks=speaks, gives_reward=rewards)
+    return Conversations(
+        pool,
+        writer_of,
+        section.max_turns,
+        window,
+        speaks=speaks,
+        gives_reward=rewards,
+        keeps_states=keeps_states,
+    )
 
 
 def check_turns(

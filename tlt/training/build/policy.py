@@ -18,7 +18,7 @@ from tlt.models.new import new_target, new_transformer
 from tlt.models.packed import layer_by_layer
 from tlt.models.target import Target
 from tlt.tasks.rewards.scoring import RewardSpec
-from tlt.training.build.environment import gives_reward
+from tlt.training.build.environment import environment_spec, gives_reward
 from tlt.training.ranks.sharding import FullTensors, fill, mesh_of, shard
 from tlt.training.ranks.world import World
 from tlt.training.update.update import PolicyTrainer
@@ -88,6 +88,7 @@ def reward_spec(config: Config) -> RewardSpec:
         rewards.solved_at,
         config.task.options,
         gives_reward(config.environment),
+        [*environment_spec(config.environment).factories.values()],
     )
 
 

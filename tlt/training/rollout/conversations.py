@@ -11,18 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tlt.base.types import Finished, FinishReason, Problem, Request, ResponseId, Rollout, Turns, id_of
 from tlt.engine.backend import RolloutBackend
-from tlt.models.hf.turns import Call, TurnWriter
+from tlt.models.hf.template import Message
+from tlt.models.hf.turns import Call, Turn
 from tlt.tasks.environments.environment import Answer, Ask, say_error
-from tlt.tasks.environments.pool import EnvironmentPool
+from tlt.tasks.environments.pool import Told
 from tlt.training.rollout.protocol import BetweenTurns, Journal
 
 
+class Answering(Protocol):
+    """What makes calls and asks environments: `EnvironmentPool` in processes of its own."""
+
+    def ask(self, key: ResponseId, ask: Ask) -> None: ...
+
+    def tell(self, key: ResponseId, answer: Answer) -> None: ...
+
+    @property
+    def has_news(self) -> bool: ...
+
+    def collect(self, timeout: float | None = 0.0) -> list[Told[ResponseId]]: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """Turns as tokens and as messages: `TurnWriter`."""
+
+    def read(self, turn_ids: Sequence[int]) -> Turn: ...
+
+    def append(self, turn_ids: Sequence[int], said: Sequence[Message]) -> tuple[int, ...]: ...
+
+
 @dataclass
-class _Talk:
+class Talk:
     """A response that waits. calls: of its latest turn, still to be made; said: by the environment since that
     turn; is_ending: only the reward is missing."""
 
@@ -39,27 +65,29 @@ class _Talk:
 
 
 class Conversations(BetweenTurns):
-    """writer_of: of a problem's data.
+    """writer_of: of a response and its problem's data.
     max_turns: of the policy in a response. window: most tokens of prompt and response.
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
+    keeps_states: whether an ended response has its environment's state, for reward functions.
     """
 
     lets_go_on = True
 
     def __init__(
         self,
-        pool: EnvironmentPool[ResponseId],
-        writer_of: Callable[[Mapping[str, Any]], TurnWriter],
+        pool: Answering,
+        writer_of: Callable[[Rollout, Mapping[str, Any]], Writer],
         max_turns: int,
         window: int,
         *,
         speaks: bool,
         gives_reward: bool,
+        keeps_states: bool = False,
     ) -> None:
         self.pool, self.writer_of = pool, writer_of
         self.max_turns, self.window = max_turns, window
-        self.speaks, self.gives_reward = speaks, gives_reward
-        self._waiting: dict[ResponseId, _Talk] = {}
+        self.speaks, self.gives_reward, self.keeps_states = speaks, gives_reward, keeps_states
+        self._waiting: dict[ResponseId, Talk] = {}
         self._whole: list[Finished] = []
 
     def begin(
@@ -72,8 +100,8 @@ class Conversations(BetweenTurns):
     def take(self, finished: Finished) -> bool:
         rollout = finished.rollout
         turn = self._writer(rollout).read(rollout.last_turn)
-        talk = _Talk(finished, rollout.turns or Turns(), turn.message, [*turn.calls])
-        goes_on = rollout.finish_reason == "stop" and bool(talk.calls or self.speaks)
+        talk = Talk(finished, rollout.turns or Turns(), turn.message, [*turn.calls])
+        goes_on = self._is_answered(talk)
         if talk.calls and goes_on and self._is_last(talk):
             talk.finished, goes_on = _ended_by(finished, "turns"), False
         self._waiting[id_of(rollout)] = talk
@@ -122,11 +150,11 @@ class Conversations(BetweenTurns):
 
     # ── one turn ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _advance(self, talk: _Talk, ends: bool = False) -> None:
+    def _advance(self, talk: Talk, ends: bool = False) -> None:
         """Asks for the next thing that is missing."""
         talk.is_ending = ends
         row, state = self._rows[talk.rollout.problem_id], talk.turns.state
-        if ends and not self.gives_reward:
+        if ends and not (self.gives_reward or self.keeps_states):
             self._end(talk)
         elif ends:
             self.pool.ask(id_of(talk.rollout), Ask("reward", row, state))
@@ -138,15 +166,18 @@ class Conversations(BetweenTurns):
             messages = [*_prompt(row), *talk.turns.messages, talk.spoken]
             self.pool.ask(id_of(talk.rollout), Ask("respond", row, state, messages=messages))
 
-    def _is_last(self, talk: _Talk) -> bool:
+    def _is_answered(self, talk: Talk) -> bool:
+        return talk.rollout.finish_reason == "stop" and bool(talk.calls or self.speaks)
+
+    def _is_last(self, talk: Talk) -> bool:
         return len(talk.turns.given) + 1 >= self.max_turns
 
-    def _message(self, talk: _Talk, text: str) -> dict[str, Any]:
+    def _message(self, talk: Talk, text: str) -> dict[str, Any]:
         if not talk.calls:
             return {"role": "user", "content": text}
         return {"role": "tool", "name": talk.calls[0].name, "content": text}
 
-    def _after(self, talk: _Talk, answer: Answer, seconds: float) -> Turns:
+    def _after(self, talk: Talk, answer: Answer, seconds: float) -> Turns:
         turns = talk.turns
         is_call = bool(talk.calls) and not talk.is_ending  # calls of a last turn are not made
         counts = (1, int(answer.is_error), int(answer.is_late)) if is_call else (0, 0, 0)
@@ -161,7 +192,7 @@ class Conversations(BetweenTurns):
             failure=answer.failure,
         )
 
-    def _go_on(self, talk: _Talk) -> Request | None:
+    def _go_on(self, talk: Talk) -> Request | None:
         """None: there is no room for another turn."""
         rollout = talk.rollout
         said = self._writer(rollout).append(rollout.last_turn, talk.said)
@@ -182,7 +213,7 @@ class Conversations(BetweenTurns):
         del self._waiting[id_of(rollout)]
         return so_far
 
-    def _so_far(self, talk: _Talk, turns: Turns, said: tuple[int, ...] = ()) -> Request:
+    def _so_far(self, talk: Talk, turns: Turns, said: tuple[int, ...] = ()) -> Request:
         rollout = talk.rollout
         return replace(
             self._requests[id_of(rollout)],
@@ -193,13 +224,14 @@ class Conversations(BetweenTurns):
             turns=turns,
         )
 
-    def _end(self, talk: _Talk) -> None:
-        rollout = replace(talk.rollout, turns=talk.turns)
+    def _end(self, talk: Talk) -> None:
+        turns = talk.turns if self.keeps_states else replace(talk.turns, state="")
+        rollout = replace(talk.rollout, turns=turns)
         del self._waiting[id_of(rollout)]
         self._whole.append(replace(talk.finished, rollout=rollout))
 
-    def _writer(self, rollout: Rollout) -> TurnWriter:
-        return self.writer_of(self._rows[rollout.problem_id])
+    def _writer(self, rollout: Rollout) -> Writer:
+        return self.writer_of(rollout, self._rows[rollout.problem_id])
 
 
 def converse(

@@ -80,13 +80,14 @@ class FileJournal(Journal):
         self._run, self._saved, self._base = run, saved, saved()
         self._file: int | None = None
         self._phase, self._written = "", dict[ResponseId, int]()
+        self._unscored: dict[ResponseId, Rollout] = {}
         self._num_steps = 0
         index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
         self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         self._follow_checkpoint()
-        self._phase, self._written = phase, {}
+        self._phase, self._written, self._unscored = phase, {}, {}
         if phase not in self._index:
             return Recalled(requests)
         places = self._index.pop(phase)
@@ -123,6 +124,14 @@ class FileJournal(Journal):
         self._written[response_id] = len(request.token_ids)
 
     def note_finished(self, rollout: Rollout) -> None:
+        """A response whose reward functions get its environment is written with its reward, and counts with
+        its whole group: without the environment it cannot be scored again."""
+        if rollout.turns is not None and rollout.turns.state:
+            self._unscored[id_of(rollout)] = rollout
+        else:
+            self._note_response(rollout)
+
+    def _note_response(self, rollout: Rollout) -> None:
         prompt = fingerprint(rollout.prompt_ids)
         about = {
             "reason": rollout.finish_reason,
@@ -130,12 +139,16 @@ class FileJournal(Journal):
             "drafts": rollout.drafts,
             "routes": write_routes(rollout.routes),
             "turns": _write_turns(rollout.turns),
+            "by_group": rollout.turns is not None and bool(rollout.turns.state),
         }
         self._append("response", id_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
 
     def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
         for response_id, reward in rewards.items():
+            unscored = self._unscored.pop(response_id, None)
             if reward.is_scored:  # what could not be scored is tried again
+                if unscored is not None:
+                    self._note_response(unscored)
                 self._append("reward", response_id, reward=asdict(reward))
 
     def close(self) -> None:
@@ -306,6 +319,10 @@ def _worth(record: JournalRecord) -> tuple[bool, bool, int]:
     return "reward" in record.about, record.about["kind"] == "response", record.num_tokens
 
 
+def _needs_group(record: JournalRecord | None) -> bool:
+    return record is not None and bool(record.about.get("by_group"))
+
+
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
     """Splits requests into responses and work left. A response to another prompt does not count."""
     known = {tuple(record.about["key"]): record for record in records}
@@ -314,8 +331,10 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
     units = []
     for group in requests:
         unit = []
-        for request in group:
-            record = known.get(id_of(request))
+        found = [known.get(id_of(request)) for request in group]
+        is_scored = all(record is not None and "reward" in record.about for record in found)
+        found = [record if is_scored or not _needs_group(record) else None for record in found]
+        for request, record in zip(group, found, strict=True):
             if record is None or record.about["prompt"] != fingerprint(request.prompt_ids):
                 unit.append(request)
             elif record.about["kind"] == "part":

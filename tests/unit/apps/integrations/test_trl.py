@@ -32,6 +32,21 @@ pytestmark = [
 
 BASE = Path(__file__).parents[4] / "recipes" / "countdown" / "base"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[{% endif %}{{ tail }}"
+METHODS = {
+    "_tokenize_prompts": ["self", "prompts"],
+    "_get_tool_suffix_ids": ["self", "tool_messages"],
+    "_tool_call_loop": [
+        "self",
+        "prompts",
+        "prompt_ids",
+        "completion_ids",
+        "completions",
+        "logprobs",
+        "images",
+        "multimodal_fields",
+    ],
+}
+"""Methods of GRPOTrainer that are called or replaced."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,13 +124,14 @@ def test_trl_is_as_this_integration_knows_it(tmp_path: Path) -> None:
     source = inspect.getsource(trl.GRPOTrainer._generate)
     assert "self.rollout_func(prompts, self)" in source
     assert '{"prompt_ids", "completion_ids", "logprobs"}' in source
+    for method, parameters in METHODS.items():
+        assert list(inspect.signature(getattr(trl.GRPOTrainer, method)).parameters) == parameters, method
     trainer = make_trainer(tmp_path)
     for name in (
         "use_vllm",
         "tools",
-        "environment_factories",
-        "chat_template",
-        "chat_template_kwargs",
+        "environments",
+        "max_tool_calling_iterations",
         "eos_token_ids",
     ):
         assert name in vars(trainer), name
@@ -134,14 +150,8 @@ def test_trl_is_as_this_integration_knows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("conversational", [False, True])
-def test_prompts_become_the_ids_that_trl_makes_of_them(tmp_path: Path, conversational: bool) -> None:
-    trainer = make_trainer(tmp_path, conversational=conversational, chat_template_kwargs={"tail": "x"})
-    prompts = [row["prompt"] for row in trainer.train_dataset]
-    assert integration.encode(prompts, trainer) == trainer._tokenize_prompts(prompts)[0]
-
-
-def test_greedy_completions_are_those_of_trls_own_generation(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, generation_kwargs={"do_sample": False})
+def test_greedy_completions_are_those_of_trls_own_generation(tmp_path: Path, conversational: bool) -> None:
+    trainer = make_trainer(tmp_path, conversational=conversational, generation_kwargs={"do_sample": False})
     prompts = [row["prompt"] for row in trainer.train_dataset]
     prompt_ids = trainer._tokenize_prompts(prompts)[0]
     known, _ = trainer._generate_single_turn(prompt_ids, None, {}, 1)

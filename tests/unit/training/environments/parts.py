@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ CALLS = (
 )
 
 
-def write_model(path: Path, seed: int = 0) -> Path:
+def write_model(path: Path, seed: int = 0, calls: Sequence[str] = CALLS, template: str = TEMPLATE) -> Path:
     """A random Qwen2 in float64. Several letters end a turn, so that turns are short."""
     alphabet = [*"Ċ", *(chr(n) for n in range(33, 127)), "Ġ"]
     torch.manual_seed(seed)
-    size = len(SPECIAL) + len(alphabet) + len(CALLS)
+    size = len(SPECIAL) + len(alphabet) + len(calls)
     ends = [2, *(len(SPECIAL) + alphabet.index(letter) for letter in "QXYZ")]
     shape = {**SIZES, "vocab_size": size, "max_position_embeddings": 2048, "eos_token_id": ends}
     Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(path)
@@ -57,7 +58,7 @@ def write_model(path: Path, seed: int = 0) -> Path:
         eos_token=SPECIAL[2],
         additional_special_tokens=[SPECIAL[1]],
     )
-    fast.add_tokens([AddedToken(call, special=False, normalized=False) for call in CALLS])
-    fast.chat_template = TEMPLATE
+    fast.add_tokens([AddedToken(call, special=False, normalized=False) for call in calls])
+    fast.chat_template = template
     fast.save_pretrained(path)
     return path

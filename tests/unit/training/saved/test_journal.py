@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from tests.lossless.helpers import make_engine, make_policy
 from tests.unit.training.rollout.phase_parts import Scorers
 from tlt.base.strategy import Strategy
-from tlt.base.types import DraftOutcome, Problem, Request, Reward, Rollout, SamplingParams
+from tlt.base.types import DraftOutcome, Problem, Request, Reward, Rollout, SamplingParams, Turns
 from tlt.engine.own.engine import RolloutEngine
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.ranks.world import World
@@ -153,6 +153,23 @@ def test_a_response_that_could_not_be_scored_is_scored_again(tmp_path: Path) -> 
     recalled = open_journal(tmp_path).begin("rollout 0", requests)
     assert len(recalled.rollouts) == 1
     assert not recalled.rewards
+
+
+def test_what_rewards_need_an_environment_for_counts_with_its_whole_group(tmp_path: Path) -> None:
+    """A file holds no environment, so that such a response cannot be scored again."""
+    requests = ask(2)
+    played = [[replace(answer(one), turns=Turns(state="1:x")) for one in group] for group in requests]
+    journal = open_journal(tmp_path)
+    journal.begin("rollout 0", requests)
+    for one in (*played[0], *played[1]):
+        journal.note_finished(one)
+    assert not [*tmp_path.rglob("replica-*")]
+    reward = Reward(1.0, True)
+    journal.note_rewards({("p0", 0): reward, ("p0", 1): reward, ("p1", 0): reward})
+    recalled = open_journal(tmp_path).begin("rollout 0", requests)
+    assert recalled.requests == requests[1:]
+    assert [*recalled.rollouts] == [replace(one, turns=Turns()) for one in played[0]]
+    assert recalled.rewards == {("p0", 0): reward, ("p0", 1): reward}
 
 
 def test_what_another_phase_or_another_prompt_was_answered_does_not_count(tmp_path: Path) -> None:
