@@ -132,6 +132,8 @@ class TurnsRecord:
     wait_seconds: time in which responses waited for their environment, summed.
     out_of_turns_share: share of responses that reached environment.max_turns.
     kept_tokens: tokens of responses that went on, which the engine still had and did not read again.
+    first_acceptance_length, later_acceptance_length: draft_mean_acceptance_length in the first turns of
+        responses, and in the turns after an environment has spoken; NaN: no draft there.
     """
 
     per_response: float = 1.0
@@ -142,6 +144,8 @@ class TurnsRecord:
     wait_seconds: float = 0.0
     out_of_turns_share: float = 0.0
     kept_tokens: int = 0
+    first_acceptance_length: float = NAN
+    later_acceptance_length: float = NAN
 
 
 @dataclass(frozen=True)

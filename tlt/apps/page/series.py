@@ -119,6 +119,16 @@ TURNS = (
         "share",
         {"waiting": WAIT_SHARE, "out of turns": "rollout/turns/out_of_turns_share"},
     ),
+    SeriesSpec(
+        "turn-drafts",
+        "Drafts by turn",
+        "Accepted tokens of a draft, plus one: in first turns, and in those after an environment has spoken.",
+        "tokens",
+        {
+            "first turns": "rollout/turns/first_acceptance_length",
+            "later turns": "rollout/turns/later_acceptance_length",
+        },
+    ),
 )
 SPEED = (
     SeriesSpec(

@@ -203,6 +203,7 @@ class PhaseResult:
 def turns_record(rollouts: Sequence[Rollout], num_kept_tokens: int) -> TurnsRecord:
     turns = [rollout.turns for rollout in rollouts if rollout.turns is not None]
     num = len(rollouts)
+    first, later = _acceptance_lengths(rollouts)
     return TurnsRecord(
         per_response=sum(len(one.given) for one in turns) / num + 1,
         given_tokens=sum(end - first for one in turns for first, end in one.given),
@@ -212,7 +213,21 @@ def turns_record(rollouts: Sequence[Rollout], num_kept_tokens: int) -> TurnsReco
         wait_seconds=sum(one.seconds for one in turns),
         out_of_turns_share=sum(rollout.finish_reason == "turns" for rollout in rollouts) / num,
         kept_tokens=num_kept_tokens,
+        first_acceptance_length=first,
+        later_acceptance_length=later,
     )
+
+
+def _acceptance_lengths(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """Of first turns and of later ones, 1 + accepted tokens per draft."""
+    accepted: tuple[list[int], list[int]] = [], []
+    for rollout in rollouts:
+        if rollout.turns is not None:
+            end = rollout.turns.given[0][1] if rollout.turns.given else len(rollout.token_ids)
+            for draft in rollout.drafts or ():
+                accepted[draft.place >= end].append(draft.num_accepted)
+    first, later = (1 + sum(some) / len(some) if some else NAN for some in accepted)
+    return first, later
 
 
 def _number(value: float | None) -> float:

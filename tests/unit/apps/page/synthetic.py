@@ -189,7 +189,7 @@ def make_conversation(folder: Path) -> Path:
     """Writes the folder of a run of two steps, the last with one response of three turns, which ends with a
     special token without text."""
     make_coloured(folder)
-    turns = TurnsRecord(3.0, 6, 2, 1, 0, 1.2, 0.25, 5)
+    turns = TurnsRecord(3.0, 6, 2, 1, 0, 1.2, 0.25, 5, 1.5, 2.0)
     records = [step_record(1, turns=turns), step_record(2, turns=turns)]
     (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in records))
     tokenizer = load_tokenizer(folder / "policy")

@@ -173,7 +173,7 @@ def test_the_interval_of_a_share_is_wilsons(
 
 def test_turns_have_a_section_where_responses_have_several(tmp_path: Path) -> None:
     page = make_page([make_conversation(tmp_path / "run")])
-    for key in ("turns", "calls", "tool-seconds", "waiting"):
+    for key in ("turns", "calls", "tool-seconds", "waiting", "turn-drafts"):
         assert f'id="chart-{key}"' in page
     run = read_run(tmp_path / "run", "run")
     assert run.values(WAIT_SHARE) == pytest.approx([1.2 / (4 * 6.0)] * 2)

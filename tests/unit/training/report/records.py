@@ -19,7 +19,7 @@ def record(step: int, **changes: Any) -> StepRecord:
             "strategy_speed": {"off": 200.0},
             "draft_acceptance_rate_pos": (0.8, 0.5),
             "followed_by_age": {"1": 40},
-            "turns": TurnsRecord(2.5, 100, 7, 2, 1, 3.5, 0.25, 60),
+            "turns": TurnsRecord(2.5, 100, 7, 2, 1, 3.5, 0.25, 60, 1.5, 2.5),
         },
         "rewards": {
             "parts": {"task": 0.5, "brief": -0.5},

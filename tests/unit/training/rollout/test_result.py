@@ -7,10 +7,16 @@ import math
 import pytest
 
 from tlt.base.records import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
-from tlt.base.types import Reward, Rollout
+from tlt.base.types import DraftOutcome, Reward, Rollout, Turns
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.idle_time import facts_of
-from tlt.training.rollout.result import IncompleteBatch, PhaseResult, ReplicaReport, check_complete
+from tlt.training.rollout.result import (
+    IncompleteBatch,
+    PhaseResult,
+    ReplicaReport,
+    check_complete,
+    turns_record,
+)
 
 A, B, C, Z = ("a", 0), ("a", 1), ("b", 0), ("z", 0)
 ONE_B = r"such as \('a', 1\)"
@@ -101,3 +107,17 @@ def test_the_figures_of_a_phase_are_sums_over_replicas_and_end_with_the_last_tok
     assert (facts.rollout_seconds, facts.busy_ranks) == (11.0, pytest.approx(3 - 6.5 / 11.0))
     assert (facts.train_seconds, facts.publish_seconds) == (3.0 + 0.5 + 4.0, 0.25)
     assert (facts.acceptance_before, facts.acceptance) == (0.5, 0.6)
+
+
+def test_drafts_are_told_by_turn() -> None:
+    def rollout(turns: Turns | None, *accepted: tuple[int, int]) -> Rollout:
+        drafts = tuple(DraftOutcome(place, "ngram", 4, num, None) for place, num in accepted)
+        return Rollout("1", 0, (3,), (5,) * 20, (0.0,) * 20, "stop", 0, drafts, turns=turns)
+
+    several = rollout(Turns(given=((4, 8), (12, 14))), (0, 1), (2, 0), (8, 3), (15, 4))
+    one = rollout(Turns(), (0, 2), (9, 0))
+    told = turns_record([several, one], 0)
+    assert told.first_acceptance_length == 1 + (1 + 0 + 2 + 0) / 4
+    assert told.later_acceptance_length == 1 + (3 + 4) / 2
+    assert math.isnan(turns_record([one], 0).later_acceptance_length)
+    assert math.isnan(turns_record([rollout(None, (0, 2))], 0).first_acceptance_length)
