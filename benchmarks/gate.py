@@ -23,10 +23,11 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -43,7 +44,6 @@ from tlt.base.config.load import load_config
 from tlt.base.io.files import dumps, write_atomically
 from tlt.base.types import Rollout
 from tlt.training.build.policy import build_policy, plan_policy
-from tlt.training.report.ratio import Ratio
 from tlt.training.update.logprobs import response_logprobs
 from tlt.training.update.plan import Experience
 
@@ -164,10 +164,10 @@ def calls_of_a_step(subject: Subject, num_steps: int = 24) -> float:
         engine.step()
     calls: Counter[str] = Counter()
 
-    def count(frame: FrameType, event: str, argument: Any) -> None:
+    def note(frame: FrameType, event: str, argument: Any) -> None:
         calls[event] += 1
 
-    sys.setprofile(count)
+    sys.setprofile(note)
     try:
         for _ in range(num_steps):
             engine.step()
@@ -195,48 +195,52 @@ def fixed_loop() -> Callable[[], None]:
     return run
 
 
-def off_over_loop(num_rounds: int = 30) -> Ratio:
-    """Returns tokens/s of 8 responses without speculation, over rounds/s of the fixed loop."""
-    subject = subject_of(max_tokens=128)
+def off_over_loop(num_rounds: int = 400, steps: int = 8) -> float:
+    """Returns tokens/s of 8 running responses without speculation, over rounds/s of the fixed loop: the median of short
+    turns, in which others' work hits both."""
+    subject = subject_of(max_tokens=256)
     engine, loop = subject.engine("off", 8), fixed_loop()
-    requests = subject.requests(0, 8)
+    shares = count()
 
-    def seconds_of(work: Callable[[], object]) -> float:
+    def speed() -> float:
+        tokens, start = engine.stats.num_tokens, perf_counter()
+        for _ in range(steps):
+            while engine.num_waiting < 8:
+                engine.add(subject.requests(next(shares), 8))
+            engine.step()
+        return (engine.stats.num_tokens - tokens) / (perf_counter() - start)
+
+    def loop_speed() -> float:
         start = perf_counter()
-        work()
-        return perf_counter() - start
-
-    tokens = sum(len(rollout.token_ids) for rollout in trace(engine, requests)[0])
-    for _ in range(3):
         loop()
-    tasks = {"off": partial(seconds_of, lambda: trace(engine, requests)), "loop": partial(seconds_of, loop)}
-    seconds = in_turns(tasks, num_rounds)
-    return Ratio.of([tokens * b / a for a, b in zip(seconds["off"], seconds["loop"], strict=True)])
+        return 1 / (perf_counter() - start)
+
+    for _ in range(5):  # what a fresh process is slow at
+        speed()
+        loop_speed()
+    speeds = in_turns({"off": speed, "loop": loop_speed}, num_rounds)
+    engine.close()
+    return statistics.median(a / b for a, b in zip(speeds["off"], speeds["loop"], strict=True))
 
 
-def rollout_speedup(num_rounds: int = 4) -> Ratio:
-    """Returns the speedup of a rollout of 64 of the quickstart's responses, with tuners that know nothing."""
-    subject = subject_of(max_tokens=1024)
-    requests = subject.requests(0, 64)
+def rollout_speedup(num_rounds: int = 8) -> float:
+    """Returns the speedup of a rollout of 32 of the quickstart's responses, with tuners that know nothing."""
+    subject = subject_of(max_tokens=512)
+    requests = subject.requests(0, 32)
 
     def seconds(variant: str) -> float:
-        return trace(subject.engine(variant, 64), requests)[1].seconds
+        return trace(subject.engine(variant, 32), requests)[1].seconds
 
     seconds("adaptive")  # what a fresh process is slow at
     found = in_turns({name: partial(seconds, name) for name in ("off", "adaptive")}, num_rounds)
-    return Ratio.between(found["off"], found["adaptive"])
-
-
-def clocked() -> dict[str, float]:
-    ratios: Mapping[str, Ratio] = {"off": off_over_loop(), "speedup": rollout_speedup()}
-    return {name: statistics.median(ratio.values) for name, ratio in ratios.items()}
+    return statistics.median(a / b for a, b in zip(found["off"], found["adaptive"], strict=True))
 
 
 def measure(has_clock: bool) -> list[Line]:
     """Returns the figures of this tree."""
     about = environment()
     software = f"Python {about['python']}, torch {about['torch']}"
-    values = clockless() | (clocked() if has_clock else {})
+    values = clockless() | ({"off": off_over_loop(), "speedup": rollout_speedup()} if has_clock else {})
     return [
         Line(
             figure,
