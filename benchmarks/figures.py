@@ -80,7 +80,7 @@ def _beside_vllm(model: str, batch: int) -> Figure:
 
 
 BESIDE_VLLM = (
-    "benchmarks.real_size {smollm2}/reasoning.toml --model.adapter none --drafter.path none --competitors tlt-off,vllm-off"
+    "benchmarks.real_size {smollm2}/reasoning.toml --model.adapter none --drafter.path none --drafter.train false --competitors tlt-off,vllm-off"
     " --batches 1,4,16 --temperatures 1 --rounds 3 --pinned tlt,vllm --vllm {vllm} --out {out}"
 )
 TRAIN = " --out {out} --run.out_dir {out}-run"
