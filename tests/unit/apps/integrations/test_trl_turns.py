@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
+ROOT = Path(__file__).parents[4]
 CALLS = (
     *(parts.a_call("multiply", a=a, b=7) for a in range(4)),
     *(parts.a_call("async_add", a=a, b=9) for a in range(4)),
@@ -73,6 +78,33 @@ KINDS: dict[str, dict[str, Any]] = {
         "train_dataset": [{"environment": name} for name in ("coding", "game") * 2],
     },
 }
+
+
+class Counted(examples.IncrementEnv):
+    """Its target is its row's."""
+
+    def reset(self, row: int, **columns: Any) -> str:
+        self.counter, self.target = 0, row
+        return f" {row}"
+
+
+PROGRAM = """
+import json, os, sys
+import torch
+from pathlib import Path
+from tests.unit.apps.integrations import test_trl_turns as test
+from tlt.apps.integrations.trl import TLTRollout
+
+torch.set_num_threads(1)
+rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+rows = [test.a_row("Now.", row=row) for row in range(4)]
+kind = {"environment_factory": test.Counted, "tools": [test.examples.async_add], "train_dataset": rows}
+rollout = TLTRollout(max_batch_size=2)
+folder = Path(sys.argv[1])
+trainer, heard = test.make_trainer(folder / "model", folder / "run", kind, rollout, per_device_train_batch_size=8 // size)
+trainer.train()
+(folder / f"of-{size}.rank{rank}").write_text(json.dumps(heard.calls))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -276,6 +308,35 @@ def test_environments_travel_between_processes() -> None:
     trainer.environments = [Local()]
     with pytest.raises(UserError, match=r"Local cannot be pickled .* give its class __getstate__"):
         instances.states()
+
+
+def joined(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {key: [*chain.from_iterable(one[key] for one in ranks)] for key in ranks[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_play_the_turns_of_one(model: Path, tmp_path: Path) -> None:
+    """They share the responses; each has its own environments back for its rewards."""
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    told = []
+    for ranks in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *(launcher if ranks > 1 else []), "program.py", str(tmp_path)],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        files = [json.loads((tmp_path / f"of-{ranks}.rank{rank}").read_text()) for rank in range(ranks)]
+        told.append([joined(step) for step in zip(*files, strict=True)])
+    assert told[0] == told[1]
+    counters = [about["counter"] for step in told[0] for _, about in step["environments"]]
+    assert len(set(counters)) > 1
 
 
 def test_the_mask_leaves_out_what_was_given() -> None:
