@@ -1,7 +1,8 @@
 """The loops of attention.py.
 
     an item: up to 16 new tokens of a sequence, and the query heads that share a key head
-      64 keys at a time ─▶ scores ─▶ online softmax (arXiv 1805.02867) ─▶ weighted sums of the values
+      64 keys at a time ─▶ panels (products.py) ─▶ scores ─▶ online softmax (arXiv 1805.02867)
+                                                            └─▶ weighted sums of the values
 
 All arithmetic is float32.
 """
@@ -9,23 +10,23 @@ All arithmetic is float32.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
-from numba.extending import overload
+from numba import carray, njit  # type: ignore[attr-defined]  # carray is public and not listed
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+from tlt.models.loops.numbers import narrow, widen
+from tlt.models.loops.products import FLOAT32, LANES, fill_panels, multiply_panels, turn_into_panels
 
 KEYS_AT_ONCE = 64
 
 TOKENS_AT_ONCE = 16
 """Of an item. Their scores and sums stay in the fastest cache."""
 
-_F32, _U32, _U64 = np.float32, np.uint32, np.uint64
-_1, _2, _3, _4, _32, _64, _128, _KEYS = (_U64(i) for i in (1, 2, 3, 4, 32, 64, 128, KEYS_AT_ONCE))
+_F32, _U64 = np.float32, np.uint64
+_1, _2, _3, _4, _KEYS, _LANES = (_U64(i) for i in (1, 2, 3, 4, KEYS_AT_ONCE, LANES))
 """Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
 _2F, _SATURATED = _F32(2), _F32(40)
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
@@ -89,10 +90,16 @@ def call_at(address):  # type: ignore
 @njit(nogil=True, cache=True)
 def workspace(call):  # type: ignore
     """Of one thread."""
-    num_queries = call.most_new * (call.num_heads // call.num_kv_heads) + _1  # they go in pairs
-    queries, sums = _zeros(num_queries * call.head_dim), _zeros(num_queries * call.head_dim)
+    num_queries = call.most_new * (call.num_heads // call.num_kv_heads)
+    queries, sums = _zeros(num_queries * call.head_dim), _zeros(num_queries * _width(call.head_dim))
     scores, largest, totals = _zeros(num_queries * _KEYS), _zeros(num_queries), _zeros(num_queries)
-    return queries, scores, sums, largest, totals, _zeros(_4 * call.head_dim)
+    return queries, scores, sums, largest, totals, _zeros(_KEYS * _width(call.head_dim))
+
+
+@njit(inline="always")
+def _width(dim):  # type: ignore
+    """Of sums: whole panels."""
+    return (dim + _LANES - _1) // _LANES * _LANES
 
 
 @njit(inline="always")
@@ -152,37 +159,47 @@ def attend_item(call, arrays, row, kv_head, work):  # type: ignore
         _attend_path(call, layer, (keys_at, to_values, capacity), at + i, num_keys, group, one)
     for query in range(num_queries):
         head = ((first + query // group) * call.num_heads + kv_head * group + query % group) * dim
-        _unload(sums, query * dim, dim, _F32(1) / totals[query], out, head)
+        _unload(sums, query * _width(dim), dim, _F32(1) / totals[query], out, head)
 
 
 @njit(nogil=True, cache=True)
 def _attend_keys(call, source, tokens, start, count, group, work):  # type: ignore
     """Adds `count` keys from position `start` on. source: (array, place) of keys, and of values."""
-    queries, scores, sums, largest, totals, rest = work
+    queries, scores, sums, largest, totals, panels = work
     keys, keys_at, values, values_at = source
     at, num_new = tokens
     num_queries, dim = num_new * group, call.head_dim
-    _score(queries, num_queries, keys, keys_at, count, dim, rest, scores)
+    turn_into_panels(keys, keys_at, count, dim, panels)
+    _multiply(queries, dim, num_queries, dim, panels, count, scores, _KEYS, 0)
     if call.softcap > 0.0:
         _cap(scores, num_queries, _F32(call.softcap))
     if call.window:
         _hide_far(call, scores, num_queries, group, count, at, start)
     _hide(call, scores, num_queries, group, count, at, start)
-    _weigh(scores, num_queries, dim, sums, largest, totals)
-    _add(scores, num_queries, values, values_at, count, dim, rest, sums)
+    _weigh(scores, num_queries, _width(dim), sums, largest, totals)
+    fill_panels(values, values_at, count, dim, panels)
+    _multiply(scores, _KEYS, num_queries, count, panels, dim, sums, _width(dim), 1)
+
+
+@njit(inline="always")
+def _multiply(x, x_stride, num_rows, num_in, panels, num_out, out, out_stride, adds):  # type: ignore
+    rows = np.int64(x.ctypes.data), np.int64(x_stride)
+    weights, into = (np.int64(panels.ctypes.data), FLOAT32), (np.int64(out.ctypes.data), np.int64(out_stride))
+    num_panels = np.int64((num_out + _LANES - _1) // _LANES)
+    multiply_panels(rows, np.int64(num_rows), np.int64(num_in), weights, 0, num_panels, into, adds)
 
 
 @njit(inline="always")
 def _of_query(work, query, dim):  # type: ignore
     """The workspace from a query on."""
-    queries, scores, sums, largest, totals, rest = work
+    queries, scores, sums, largest, totals, panels = work
     return (
         queries[query * dim :],
         scores[query * _KEYS :],
-        sums[query * dim :],
+        sums[query * _width(dim) :],
         largest[query:],
         totals[query:],
-        rest,
+        panels,
     )
 
 
@@ -228,46 +245,6 @@ def _first_start(call, at, num_new):  # type: ignore
 
 
 @njit(nogil=True, cache=True)
-def _score(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
-    """query · key. Constant head sizes compile to faster loops."""
-    if dim == _64:
-        _score_all(queries, num_rows, keys, at, count, _64, rest, scores)
-    elif dim == _32:
-        _score_all(queries, num_rows, keys, at, count, _32, rest, scores)
-    elif dim == _128:
-        _score_all(queries, num_rows, keys, at, count, _128, rest, scores)
-    else:
-        _score_all(queries, num_rows, keys, at, count, dim, rest, scores)
-
-
-@njit(inline="always")
-def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
-    whole = count // _4 * _4
-    _load(keys, at + whole * dim, (count - whole) * dim, rest, _U64(0))
-    for pair in range((num_rows + _1) // _2):
-        q0, s0 = _2 * pair * dim, _2 * pair * _KEYS
-        for j in range(_U64(0), whole, _4):
-            _two_by_four(queries, q0, keys, at + j * dim, dim, scores, s0 + j)
-        if whole < count:
-            _two_by_four(queries, q0, rest, _U64(0), dim, scores, s0 + whole)
-
-
-@njit(nogil=True, forceinline=True, fastmath=REORDERED)
-def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
-    a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
-    b0, b1, b2, b3 = _F32(0), _F32(0), _F32(0), _F32(0)
-    q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _KEYS
-    for d in range(dim):
-        x, y = queries[q0 + d], queries[q1 + d]
-        z0, z1 = widen(keys[k0 + d]), widen(keys[k1 + d])
-        z2, z3 = widen(keys[k2 + d]), widen(keys[k3 + d])
-        a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
-        b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
-    scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
-    scores[s1], scores[s1 + _1], scores[s1 + _2], scores[s1 + _3] = b0, b1, b2, b3
-
-
-@njit(nogil=True, cache=True)
 def _hide(call, scores, num_queries, group, count, at, start):  # type: ignore
     """Adds the mask; scores beyond the last key become -inf."""
     columns = int64_at(call.columns)
@@ -302,25 +279,25 @@ def _hide_far(call, scores, num_queries, group, count, at, start):  # type: igno
 
 
 @njit(nogil=True, cache=True)
-def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
+def _weigh(scores, num_rows, width, sums, largest, totals):  # type: ignore
     """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals` likewise."""
     for row in range(num_rows):
         found = _largest(scores, row * _KEYS)
         if found > largest[row]:
             factor = _F32(math.exp(largest[row] - found))
-            _scale(sums, row * dim, dim, factor)
+            _scale(sums, row * width, width, factor)
             totals[row], largest[row] = totals[row] * factor, found
         totals[row] += _to_weights(scores, row * _KEYS, largest[row])
-    for j in range(_KEYS):
-        scores[num_rows * _KEYS + j] = _F32(0)
 
 
-@njit(nogil=True, cache=True, fastmath=REORDERED)
+@njit(nogil=True, cache=True)
 def _largest(scores, at):  # type: ignore
-    largest = _LOWEST
-    for j in range(_KEYS):
-        largest = max(largest, scores[at + j])
-    return largest
+    """Four at a time: each waits for the one before it."""
+    a, b, c, d = _LOWEST, _LOWEST, _LOWEST, _LOWEST
+    for j in range(at, at + _KEYS, _4):
+        a, b = max(a, scores[j]), max(b, scores[j + _1])
+        c, d = max(c, scores[j + _2]), max(d, scores[j + _3])
+    return max(a, b, c, d)
 
 
 @njit(nogil=True, cache=True, fastmath=REORDERED)
@@ -333,42 +310,6 @@ def _to_weights(scores, at, largest):  # type: ignore
         scores[at + j] = weight
         total += weight
     return total
-
-
-@njit(nogil=True, cache=True)
-def _add(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
-    if dim == _64:
-        _add_all(weights, num_rows, values, at, count, _64, rest, sums)
-    elif dim == _32:
-        _add_all(weights, num_rows, values, at, count, _32, rest, sums)
-    elif dim == _128:
-        _add_all(weights, num_rows, values, at, count, _128, rest, sums)
-    else:
-        _add_all(weights, num_rows, values, at, count, dim, rest, sums)
-
-
-@njit(inline="always")
-def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
-    whole = count // _4 * _4
-    _load(values, at + whole * dim, (count - whole) * dim, rest, _U64(0))
-    for pair in range((num_rows + _1) // _2):
-        w0, s0 = _2 * pair * _KEYS, _2 * pair * dim
-        for j in range(_U64(0), whole, _4):
-            _add_four(weights, w0 + j, values, at + j * dim, dim, sums, s0)
-        if whole < count:
-            _add_four(weights, w0 + whole, rest, _U64(0), dim, sums, s0)
-
-
-@njit(nogil=True, forceinline=True, fastmath=REORDERED)
-def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
-    w1, v1, v2, v3, s1 = w0 + _KEYS, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
-    a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
-    b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
-    for d in range(dim):
-        x0, x1 = widen(values[v0 + d]), widen(values[v1 + d])
-        x2, x3 = widen(values[v2 + d]), widen(values[v3 + d])
-        sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-        sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
 
 
 @njit(nogil=True, cache=True)
@@ -395,31 +336,3 @@ def _load(source, at, size, target, to):  # type: ignore
 def _unload(source, at, size, factor, target, to):  # type: ignore
     for i in range(size):
         target[to + i] = narrow(source[at + i] * factor, target[to + i])
-
-
-def widen(number: Any) -> Any:
-    """From float32, or the bits of a bfloat16."""
-
-
-def narrow(number: Any, like: Any) -> Any:
-    """To float32, or the bits of the nearest bfloat16 (ties to even)."""
-
-
-@overload(widen)
-def _(number):  # type: ignore
-    if isinstance(number, types.Float):
-        return lambda number: number
-    return lambda number: _U32(_U32(number) << _U32(16)).view(np.float32)
-
-
-@overload(narrow)
-def _(number, like):  # type: ignore
-    if isinstance(like, types.Float):
-        return lambda number, like: number
-    return lambda number, like: round_to_bfloat16(number)
-
-
-@njit(inline="always")
-def round_to_bfloat16(number):  # type: ignore
-    bits = _F32(number).view(np.uint32)
-    return np.uint16(_U32(bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16))

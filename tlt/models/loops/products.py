@@ -24,7 +24,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.models.loops.items import round_to_bfloat16
+from tlt.models.loops.numbers import round_to_bfloat16, widen
 
 LANES = 16
 """Outputs of a panel."""
@@ -37,8 +37,13 @@ PANELS_AT_ONCE = 16
 PRODUCTS_PER_THREAD = 250_000
 """Multiplications that justify another thread, which takes some microseconds to wake."""
 
+_U64 = np.uint64
+_LANES = _U64(LANES)
+"""Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
+
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LANES_F32, _LANES_I32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_LANES_I16 = ir.VectorType(ir.IntType(16), LANES)
 
 
 llvm.initialize_native_asmparser()  # for _add_pair
@@ -120,11 +125,11 @@ def compiled(dtype: torch.dtype) -> int:
 
 
 def _product_float32(data):  # type: ignore
-    _product(data, carray(data, 1, _CALL)[0], _FLOAT32)
+    _product(data, carray(data, 1, _CALL)[0], FLOAT32)
 
 
 def _product_bfloat16(data):  # type: ignore
-    _product(data, carray(data, 1, _CALL)[0], _BFLOAT16)
+    _product(data, carray(data, 1, _CALL)[0], BFLOAT16)
 
 
 @njit(nogil=True, cache=True)
@@ -181,7 +186,7 @@ def multiply_panels(x, num_rows, num_steps, weights, first, end, out, adds):  # 
                 panel += panels
 
 
-_FLOAT32, _BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+FLOAT32, BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
 
 
 def _words(x: Any, stride: Any, num_rows: Any, num_in: Any, like: Any) -> Any:
@@ -220,6 +225,86 @@ def _pairs(x, stride, num_rows, num_in):  # type: ignore
         if num_in % 2:
             pairs[to + np.uint64(half - 1)] = round_to_bfloat16(x[at + np.uint64(num_in - 1)])
     return pairs
+
+
+# ── panels of what a loop has just computed ─────────────────────────────────────────────────────────────────
+
+
+@njit(nogil=True, cache=True)
+def turn_into_panels(source, at, num_out, num_in, panels):  # type: ignore
+    """Of a matrix [O, I], float32 or bfloat16, to float32 panels. Sums of outputs from O on are of no use."""
+    whole = num_out // _LANES * _LANES if num_in % _LANES == _U64(0) else _U64(0)
+    for o in range(_U64(0), whole, _LANES):
+        for i in range(_U64(0), num_in, _LANES):
+            _turn(source, at + o * num_in + i, num_in, panels, (o * num_in) + i * _LANES)
+    for o in range(whole, num_out):
+        to = o // _LANES * _LANES * num_in + o % _LANES
+        for i in range(num_in):
+            panels[to + i * _LANES] = widen(source[at + o * num_in + i])
+
+
+@njit(nogil=True, cache=True)
+def fill_panels(source, at, num_in, num_out, panels):  # type: ignore
+    """Of a matrix [I, O], likewise."""
+    whole = num_out // _LANES * _LANES
+    for o in range(_U64(0), whole, _LANES):
+        for i in range(num_in):
+            _copy(source, at + i * num_out + o, panels, o * num_in + i * _LANES)
+    for i in range(num_in):
+        for o in range(whole, num_out):
+            panels[whole * num_in + i * _LANES + o - whole] = widen(source[at + i * num_out + o])
+
+
+def _load_lanes(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> Any:
+    """16 numbers of an array, widened."""
+    pointer = builder.gep(context.make_array(kind)(context, builder, array).data, [place])
+    if isinstance(kind.dtype, types.Float):
+        return builder.load(builder.bitcast(pointer, _LANES_F32.as_pointer()), align=4)
+    halves = builder.load(builder.bitcast(pointer, _LANES_I16.as_pointer()), align=2)
+    bits = builder.shl(builder.zext(halves, _LANES_I32), ir.Constant(_LANES_I32, [16] * LANES))
+    return builder.bitcast(bits, _LANES_F32)
+
+
+def _store_lanes(context: Any, builder: Any, kind: Any, array: Any, place: Any, lanes: Any) -> None:
+    pointer = builder.gep(context.make_array(kind)(context, builder, array).data, [place])
+    builder.store(lanes, builder.bitcast(pointer, _LANES_F32.as_pointer()), align=4)
+
+
+def _type_copy(typing_context, source, at, panels, to):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        lanes = _load_lanes(context, builder, signature.args[0], values[0], values[1])
+        _store_lanes(context, builder, signature.args[2], values[2], values[3], lanes)
+        return context.get_dummy_value()
+
+    return types.void(source, types.uint64, panels, types.uint64), generate
+
+
+def _type_turn(typing_context, source, at, stride, panels, to):  # type: ignore
+    """16 rows of 16 numbers become 16 columns: in each of four steps, pairs of rows exchange halves of their
+    groups."""
+
+    def generate(context, builder, signature, values):  # type: ignore
+        array, at, stride, panels, to = values
+        steps = range(LANES)
+        places = [builder.add(at, builder.mul(stride, ir.Constant(_I64, row))) for row in steps]
+        rows = [_load_lanes(context, builder, signature.args[0], array, place) for place in places]
+        for bit in (1, 2, 4, 8):
+            first = [lane + LANES - bit if lane & bit else lane for lane in steps]
+            second = [lane + LANES if lane & bit else lane + bit for lane in steps]
+            masks = [ir.Constant(_LANES_I32, lanes) for lanes in (first, second)]
+            for row in (row for row in steps if not row & bit):
+                pair = rows[row], rows[row + bit]
+                rows[row], rows[row + bit] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+        for row, lanes in enumerate(rows):
+            place = builder.add(to, ir.Constant(_I64, row * LANES))
+            _store_lanes(context, builder, signature.args[3], panels, place, lanes)
+        return context.get_dummy_value()
+
+    return types.void(source, types.uint64, types.uint64, panels, types.uint64), generate
+
+
+_copy: Any = intrinsic(_type_copy)
+_turn: Any = intrinsic(_type_turn)
 
 
 # ── a block in registers, as LLVM's vectors ─────────────────────────────────────────────────────────────────

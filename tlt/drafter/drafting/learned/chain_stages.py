@@ -15,7 +15,8 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 
 from tlt.base import loops
 from tlt.base.loops import as_pointer, float32_at, int64_at
-from tlt.models.loops.items import ROW, SEEN, call_at, narrow, widen, workspace
+from tlt.models.loops.items import ROW, SEEN, call_at, workspace
+from tlt.models.loops.numbers import narrow, widen
 from tlt.models.loops.products import LANES, multiply_float32
 from tlt.models.loops.stages import (
     CALL,
