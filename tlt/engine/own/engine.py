@@ -238,9 +238,14 @@ class RolloutEngine(RolloutBackend):
             self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 
     def _batch_state(self, num_admitted: int) -> BatchState:
-        references = self.drafter.reference_drafts([s.tokens for s in self.running])
+        tokens = [sequence.tokens for sequence in self.running]
         return BatchState(
-            len(self.running), self.model.version, self.drafter.version, num_admitted, references
+            len(tokens),
+            self.model.version,
+            self.drafter.version,
+            num_admitted,
+            self.drafter.reference_drafts(tokens),
+            num_cached=sum(map(len, tokens)),
         )
 
     def _choose(self, batch: BatchState) -> Choice:

@@ -169,7 +169,8 @@ class VllmEngine(RolloutBackend):
 
     def _batch_state(self) -> BatchState:
         version = 0 if self.drafter is None else self.drafter.version
-        return BatchState(len(self._running), self.policy_version, version)
+        num_cached = sum(len(sequence.tokens) for sequence in self._running.values())
+        return BatchState(len(self._running), self.policy_version, version, num_cached=num_cached)
 
     def _choose(self, batch: BatchState) -> None:
         """A choice holds for at least two steps: the second both drafts and verifies by it."""

@@ -1,6 +1,6 @@
 """The tuner that predicts the speed of every strategy from measured seconds and measured acceptance.
 
-    speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
+    speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, cached tokens, drafting)
                              └ acceptance.py               └ step_costs.py
 
 It takes the fastest, and off rather than what is only guessed to be faster. An arm that might be faster is
@@ -66,6 +66,7 @@ class _Step(NamedTuple):
     batch_size: int
     noise: float
     outcome: StepOutcome
+    num_cached: int
 
 
 class CostModel(StrategyTuner):
@@ -117,7 +118,7 @@ class CostModel(StrategyTuner):
         """A pure function of what was learned."""
         size = batch.num_running
         expected = self.acceptance.expected(size, batch.reference_drafts)
-        cost = self.costs.forecast(size * (1 + expected.nodes_A), size)
+        cost = self.costs.forecast(size * (1 + expected.nodes_A), size, batch.num_cached)
         speed_A = np.where(self._can_run(batch), size * expected.tokens_A / cost.seconds_A, 1e-9)
         rated_A = speed_A.copy()
         rated_A[self._off] *= 1 + MARGIN
@@ -165,14 +166,22 @@ class CostModel(StrategyTuner):
         self._ran.add(drafted)
         self._previous = drafted
         self._steps.append(
-            _Step(strategy, drafted, batch.num_running, math.inf if is_cold else noise, outcome)
+            _Step(
+                strategy,
+                drafted,
+                batch.num_running,
+                math.inf if is_cold else noise,
+                outcome,
+                batch.num_cached,
+            )
         )
 
     def learn(self) -> None:
         """Consecutive steps of one kind count by their median: a disturbance does not move it."""
         steps, self._steps = self._steps, []
         for (strategy, drafted, size, noise), group in groupby(steps, lambda step: step[:4]):
-            outcomes = [step.outcome for step in group]
+            alike = list(group)
+            outcomes = [step.outcome for step in alike]
             self.acceptance.fade(len(outcomes))
             for outcome in outcomes:
                 self._learn_acceptance(strategy.without_reference, outcome)
@@ -180,7 +189,8 @@ class CostModel(StrategyTuner):
                 num, arm = len(outcomes), self.arms.index(drafted)
                 rows = size + sum(sum(outcome.drafted) for outcome in outcomes) / num
                 seconds = statistics.median(outcome.seconds for outcome in outcomes)
-                self.costs.observe(arm, size, rows, seconds, noise / math.sqrt(num), num)
+                num_cached = statistics.median(step.num_cached for step in alike)
+                self.costs.observe(arm, size, rows, seconds, noise / math.sqrt(num), num, num_cached)
 
     def _learn_acceptance(self, drafting: Strategy, outcome: StepOutcome) -> None:
         """Of references the drafter itself knows how far they hold (`ReferenceDraft`)."""

@@ -27,6 +27,7 @@ class BatchState:
 
     num_admitted: sequences new in this step; a drafter may have to read their prompts.
     reference_drafts: one for each sequence that has a reference.
+    num_cached: tokens whose keys and values a forward reads; 0: unknown.
     """
 
     num_running: int
@@ -34,6 +35,7 @@ class BatchState:
     drafter_version: int
     num_admitted: int = 0
     reference_drafts: tuple[ReferenceDraft, ...] = ()
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Predicts the seconds of an engine step: a sum of parts, whose sizes are learned.
 
     seconds = forward(rows)                          the target reads its weights once and computes every row
+            + cached x (read + rows / sequences x attended)     keys and values, which a sequence's rows share
             + draft + levels x (level + level_row)   the learned drafter, one level after the other
             + sequences x retrieved                  retrieval, on the host
 
@@ -29,6 +30,8 @@ PARTS = {
     "hybrid": (-2.3, 0.6),  # per level of the hybrid, which may retrieve instead
     "level_row": (-3.0, 1.0),  # per row of a level beyond the first, beside a row of the forward
     "retrieved": (-6.0, 1.0),  # per sequence that retrieval looks up
+    "read": (-10.0, 2.0),  # per cached token
+    "attended": (-11.5, 2.0),  # per cached token and row of its sequence
 }
 """Parts beside the forward, with prior mean, relative to a forward of one row, and standard deviation of
 each logarithm."""
@@ -60,11 +63,13 @@ class StepCosts:
         self.covariance_PP = prior_PP + _SPEED**2
         self._drift_PP = _FORGET * (prior_PP + 0.1)
 
-    def forecast(self, rows_A: Array, batch_size: int) -> Forecast:
-        """rows_A: of the target's forward."""
+    def forecast(self, rows_A: Array, batch_size: int, num_cached: int = 0) -> Forecast:
+        """rows_A: of the target's forward. num_cached: see `BatchState`."""
         knots_AK = _knots(rows_A)
         forward_A = np.exp(knots_AK @ np.maximum.accumulate(self.mean_P[:KNOTS]))
-        parts_AJ = (self._fixed_AJ + batch_size * self._each_AJ) * np.exp(self.mean_P[KNOTS:])
+        amounts_AJ = self._fixed_AJ + batch_size * self._each_AJ
+        amounts_AJ[:, -2], amounts_AJ[:, -1] = num_cached, rows_A * (num_cached / batch_size)
+        parts_AJ = amounts_AJ * np.exp(self.mean_P[KNOTS:])
         seconds_A = forward_A + parts_AJ.sum(1)
         shares_AP = np.hstack([knots_AK * forward_A[:, None], parts_AJ]) / seconds_A[:, None]
         return Forecast(seconds_A, shares_AP)
@@ -75,12 +80,23 @@ class StepCosts:
         result: Array = ((differences_AP @ self.covariance_PP) * differences_AP).sum(1)
         return result
 
-    def observe(self, arm: int, batch_size: int, rows: float, seconds: float, noise: float, num: int) -> None:
+    def observe(
+        self,
+        arm: int,
+        batch_size: int,
+        rows: float,
+        seconds: float,
+        noise: float,
+        num: int,
+        num_cached: float = 0.0,
+    ) -> None:
         """Learns from `num` like steps by their typical seconds, whose logarithm has this standard
         deviation."""
         knots_K = _knots(np.array([rows]))[0]
         forward = math.exp(knots_K @ self.mean_P[:KNOTS])
-        parts_J = (self._fixed_AJ[arm] + batch_size * self._each_AJ[arm]) * np.exp(self.mean_P[KNOTS:])
+        amounts_J = self._fixed_AJ[arm] + batch_size * self._each_AJ[arm]
+        amounts_J[-2:] = num_cached, rows * num_cached / batch_size
+        parts_J = amounts_J * np.exp(self.mean_P[KNOTS:])
         expected = forward + parts_J.sum()
         shares_P = np.concatenate([knots_K * forward, parts_J]) / expected
         spread_P = self.covariance_PP @ shares_P
@@ -99,13 +115,14 @@ class StepCosts:
 
 
 def _work(arm: Strategy) -> tuple[list[float], list[float]]:
-    """Returns the amounts of PARTS, and what a sequence adds to them."""
+    """Returns the amounts of PARTS that do not depend on the cache, and what a sequence adds to them."""
     drafting = arm.without_reference
     is_retrieved = drafting.drafter in ("ngram", "hybrid")
     is_learned = drafting.drafter in ("learned", "hybrid")
     levels = float(is_learned * drafting.depth)
     alone, beside = (0.0, levels) if is_retrieved else (levels, 0.0)
-    return [float(is_learned), alone, beside, -levels, 0.0], [0.0, 0.0, 0.0, levels, float(is_retrieved)]
+    fixed = [float(is_learned), alone, beside, -levels, 0.0, 0.0, 0.0]
+    return fixed, [0.0, 0.0, 0.0, levels, float(is_retrieved), 0.0, 0.0]
 
 
 def _knots(rows_A: Array) -> Array:
