@@ -170,7 +170,7 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
     at, num_new = tokens
     num_queries, dim = num_new * group, call.head_dim
     turn_into_panels(keys, keys_at, count, dim, panels)
-    _multiply(queries, dim, num_queries, dim, panels, count, scores, _KEYS, 0)
+    _multiply((queries, dim), num_queries, dim, panels, count, (scores, _KEYS), 0)
     if call.softcap > 0.0:
         _cap(scores, num_queries, _F32(call.softcap))
     if call.window:
@@ -178,14 +178,17 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
     _hide(call, scores, num_queries, group, count, at, start)
     _weigh(scores, num_queries, _width(dim), sums, largest, totals)
     fill_panels(values, values_at, count, dim, panels)
-    _multiply(scores, _KEYS, num_queries, count, panels, dim, sums, _width(dim), 1)
+    _multiply((scores, _KEYS), num_queries, count, panels, dim, (sums, _width(dim)), 1)
 
 
 @njit(inline="always")
-def _multiply(x, x_stride, num_rows, num_in, panels, num_out, out, out_stride, adds):  # type: ignore
-    rows = np.int64(x.ctypes.data), np.int64(x_stride)
-    weights, into = (np.int64(panels.ctypes.data), FLOAT32), (np.int64(out.ctypes.data), np.int64(out_stride))
-    num_panels = np.int64((num_out + _LANES - _1) // _LANES)
+def _multiply(x, num_rows, num_in, panels, num_out, out, adds):  # type: ignore
+    """x, out: (array, numbers from row to row)."""
+    rows, into = (
+        (np.int64(x[0].ctypes.data), np.int64(x[1])),
+        (np.int64(out[0].ctypes.data), np.int64(out[1])),
+    )
+    weights, num_panels = (np.int64(panels.ctypes.data), FLOAT32), np.int64((num_out + _LANES - _1) // _LANES)
     multiply_panels(rows, np.int64(num_rows), np.int64(num_in), weights, 0, num_panels, into, adds)
 
 

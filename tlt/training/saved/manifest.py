@@ -24,7 +24,7 @@ from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.shards import FileDigest, StoredTensor, digest_of, read_headers
 
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 _NAME = re.compile(r"step-(\d{8})")
 _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
 
