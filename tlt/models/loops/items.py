@@ -184,10 +184,8 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
 @njit(inline="always")
 def _multiply(x, num_rows, num_in, panels, num_out, out, adds):  # type: ignore
     """x, out: (array, numbers from row to row)."""
-    rows, into = (
-        (np.int64(x[0].ctypes.data), np.int64(x[1])),
-        (np.int64(out[0].ctypes.data), np.int64(out[1])),
-    )
+    rows = np.int64(x[0].ctypes.data), np.int64(x[1])
+    into = np.int64(out[0].ctypes.data), np.int64(out[1])
     weights, num_panels = (np.int64(panels.ctypes.data), FLOAT32), np.int64((num_out + _LANES - _1) // _LANES)
     multiply_panels(rows, np.int64(num_rows), np.int64(num_in), weights, 0, num_panels, into, adds)
 

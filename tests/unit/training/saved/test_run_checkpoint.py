@@ -173,7 +173,7 @@ def test_a_run_that_ends_by_an_error_waits_for_no_other_rank(
 def test_a_checkpoint_of_another_format_is_refused_in_one_line(other: Any, tmp_path: Path) -> None:
     with patch.object(manifest, "FORMAT", other), patch.object(checkpoint, "FORMAT", other):
         save(tmp_path, 3)
-    expected = f"has format {other!r}, not 4; go on with the version of TLT that wrote it"
+    expected = f"has format {other!r}, not {manifest.FORMAT}; go on with the version of TLT that wrote it"
     assert refusal(find_checkpoint, tmp_path, ALONE).endswith(expected)
 
 
