@@ -144,8 +144,9 @@ class Scorer:
 
     @property
     def reads_environments(self) -> bool:
-        named = [inspect.signature(function.call).parameters for function in self.functions]
-        return bool(self.spec.factories) and any("environments" in names for names in named)
+        if not self.spec.factories:
+            return False
+        return any("environments" in inspect.signature(one.call).parameters for one in self.functions)
 
     @property
     def scores_alone(self) -> bool:
