@@ -1,4 +1,4 @@
-"""Conversations of verifiers, where the library is installed."""
+"""Conversations of verifiers: `run` talks to the policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.refused import refused
-from tests.unit.tasks.environments.played import begin, environments, reward, say
+from tests.unit.tasks.environments.played import begin, environments, library, reward, say
 from tlt.tasks.verifiers import Verifiers
 
 ENV = "verifiers:Env"
@@ -63,9 +63,15 @@ __all__ = ["Guess", "GuessEnv"]
 """
 
 
+@pytest.fixture(scope="module", params=["stand-in", "library"], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By module: the library takes seconds to import."""
+    with pytest.MonkeyPatch.context() as patch, library("verifiers", request.param == "stand-in", patch):
+        yield
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     for name in [*sys.modules]:
