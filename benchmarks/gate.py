@@ -12,8 +12,9 @@
     speedup   seconds of a quickstart rollout without speculation over seconds with it, in turns
 
 A band is around the median of the last five lines of the figure on this machine (for those without a clock: with this
-Python and PyTorch). Where there is none, nothing is judged. Figures within their bands are appended, a line a figure and
-commit; those of a tree with changes are not.
+Python and PyTorch). Where there is none, nothing is judged. What a clock decides waits for a quiet machine: beside others'
+work `off` moves by a fifth, and two trees in turns tell more (paired.py). Figures within their bands are appended, a line a
+figure and commit; those of a tree with changes are not.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from itertools import count
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.command import carry_out, make_parser
+from benchmarks.evidence import wait_for_quiet
 from benchmarks.report import environment
 from benchmarks.rollout import trace
 from benchmarks.subject import Subject
@@ -180,47 +182,36 @@ def calls_of_a_step(subject: Subject, num_steps: int = 24) -> float:
 # ── with a clock ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fixed_loop() -> Callable[[], None]:
-    """Returns a loop like a decoder's: products of a row with matrices as large as the model's, which leave the nearest
-    caches, and small operations between them."""
+def fixed_loop() -> Callable[[], object]:
+    """Returns products of 8 rows with matrices of the model's size in all, which leave the nearest caches."""
     weights = [torch.full((256, 256), 1 / 256) for _ in range(60)]
 
-    def run() -> None:
-        row = torch.ones(256)
+    def run() -> Tensor:
+        rows = torch.ones(8, 256)
         for _ in range(20):
             for weight in weights:
-                row = torch.tanh(weight @ row) + row
-            row = row / row.norm()
+                rows = rows @ weight
+        return rows
 
     return run
 
 
-def off_over_loop(num_rounds: int = 400, steps: int = 8) -> float:
-    """Returns tokens/s of 8 running responses without speculation, over rounds/s of the fixed loop: the median of short
-    turns, in which others' work hits both."""
-    subject = subject_of(max_tokens=256)
-    engine, loop = subject.engine("off", 8), fixed_loop()
-    shares = count()
+def off_over_loop(num_rounds: int = 400) -> float:
+    """Returns processor seconds of the fixed loop over those of 8 responses of 16 tokens without speculation: the median of
+    short turns that do the same work, so that what slows the machine hits both."""
+    subject = subject_of(max_tokens=16)
+    engine, requests = subject.engine("off", 8), subject.requests(0, 8)
 
-    def speed() -> float:
-        tokens, start = engine.stats.num_tokens, perf_counter()
-        for _ in range(steps):
-            while engine.num_waiting < 8:
-                engine.add(subject.requests(next(shares), 8))
-            engine.step()
-        return (engine.stats.num_tokens - tokens) / (perf_counter() - start)
+    def seconds(work: Callable[[], object]) -> float:
+        start = process_time()
+        work()
+        return process_time() - start
 
-    def loop_speed() -> float:
-        start = perf_counter()
-        loop()
-        return 1 / (perf_counter() - start)
-
-    for _ in range(5):  # what a fresh process is slow at
-        speed()
-        loop_speed()
-    speeds = in_turns({"off": speed, "loop": loop_speed}, num_rounds)
+    tasks = {"off": partial(seconds, lambda: trace(engine, requests)), "loop": partial(seconds, fixed_loop())}
+    in_turns(tasks, 5)  # what a fresh process is slow at
+    found = in_turns(tasks, num_rounds)
     engine.close()
-    return statistics.median(a / b for a, b in zip(speeds["off"], speeds["loop"], strict=True))
+    return statistics.median(a / b for a, b in zip(found["loop"], found["off"], strict=True))
 
 
 def rollout_speedup(num_rounds: int = 8) -> float:
@@ -256,9 +247,12 @@ def measure(has_clock: bool) -> list[Line]:
 def main() -> int:
     parser = make_parser("gate", __doc__, needs_out=False)
     parser.add_argument("--clockless", action="store_true", help="only what no clock decides")
+    parser.add_argument("--busy", action="store_true", help="does not wait for a quiet machine")
     parser.add_argument("--accept", action="store_true", help="appends figures outside their bands, too")
     options = parser.parse_args()
     history = read_history()
+    if not options.clockless and not options.busy:
+        wait_for_quiet(patience_minutes=10)
     lines = measure(not options.clockless)
     print("\n".join(describe(line, history) for line in lines))
     good = [line for line in lines if is_within(line, history)]
