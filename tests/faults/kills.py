@@ -8,6 +8,9 @@ generates no response twice that stands in a journal.
 
     python -m tests.faults.kills --kills 200 --seed 11 --out benchmarks/results/faults/kills
 
+With --turns the policy calls tools that count their calls, stops come among the kills, and no call is made
+again whose result stands in a journal.
+
 Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the
 journal. Ranks are forked here from a launcher that has imported all; in `tlt train`, which spawns them,
 importing comes on top of it.
@@ -19,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,14 +37,14 @@ from typing import Any
 from tests.faults.compare import difference
 from tests.faults.report import Text, begin, make_parser, write
 from tests.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
-from tests.faults.workspace import make_models
+from tests.faults.workspace import make_chat_models, make_models
 
 TIMEOUT_SECONDS = 1800.0
 """Of a run with all its kills: one that takes longer hangs."""
 KILLS_OF_A_RUN = 8
 LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
 """Moments that rank 0 alone comes to, or does something in."""
-LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
+LAUNCHER_SHARE, ANYWHERE_SHARE, STOP_SHARE = 0.1, 0.2, 0.2
 EARLY = 0.1
 """Share of a run in which an attempt is killed: with eight kills most of them come about before the run
 ends."""
@@ -74,11 +78,39 @@ num_problems = 4
 samples_per_problem = 2
 """
 
+TOOLS = """
+[environment]
+tools = ["tests.unit.training.environments.tools:add", "tests.unit.training.environments.tools:look_up"]
+max_turns = 4
+num_workers = 1
+[rewards]
+functions = ["tests.unit.training.environments.tools:score"]
+"""
+CHANGES = {
+    'name = "digits:TASK"\nnum_problems = 12': 'name = "data"\ndata = "rows.jsonl"\nsplit = "train[:-4]"',
+    "every = 3": 'every = 3\nsplit = "train[-4:]"',
+    "max_tokens = 64": 'max_tokens = 400\nstop = ["</tool_call>"]',
+}
+"""Of RUN, for turns."""
+CALLS = "TLT_TEST_CALLS"
+"""Variable of the environment: the file in which the tools write their calls, a line each."""
+
 
 def make_workspace(folder: Path, num_steps: int = 12) -> None:
     """Writes all that a run takes, and its configuration."""
     make_models(folder)
     (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
+
+
+def make_talking_workspace(folder: Path, num_steps: int = 12) -> None:
+    """The same for a run whose policy calls tools."""
+    make_chat_models(folder)
+    rows = [{"prompt": f"{number} + {number}?"} for number in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = RUN.format(num_steps=num_steps)
+    for old, new in CHANGES.items():
+        text = text.replace(old, new)
+    (folder / "run.toml").write_text(text + TOOLS)
 
 
 def generate_ahead(folder: Path, num_steps: int) -> None:
@@ -100,6 +132,7 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
         "PYTHONPATH": os.pathsep.join([str(workspace), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",
+        CALLS: str(folder / "calls.txt"),
     }
     deadline = time.monotonic() + TIMEOUT_SECONDS
     said = ""
@@ -115,15 +148,17 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
         if done.returncode == 0:
             return {"outcome": "ended", "events": read_events(folder), "said": said}
         is_busy = "another process is running in" in done.stderr  # a killed launcher's rank has not ended yet
-        if not is_busy and done.returncode != -9:
+        if not is_busy and done.returncode not in (-signal.SIGKILL, 128 + signal.SIGTERM):
             return {"outcome": f"exit code {done.returncode}: {said}"}
         time.sleep(0.5)
 
 
-def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float) -> Kill:
+def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float, stops: bool = False) -> Kill:
     """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little
     left to do. calls: by rank, how often each moment comes in a whole run.
-    seconds: of training in a whole run."""
+    seconds: of training in a whole run. stops: with stops in order among them."""
+    if stops and rng.random() < STOP_SHARE:
+        return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds), signal=signal.SIGTERM)
     chance = rng.random()
     if chance < LAUNCHER_SHARE:
         return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds))
@@ -137,14 +172,18 @@ def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float)
 def measure(options: argparse.Namespace) -> int:
     rng = random.Random(options.seed)
     report: dict[str, Any] = {
-        **begin(f"kills --kills {options.kills} --seed {options.seed} --ahead {options.ahead}"),
+        **begin(
+            f"kills --kills {options.kills} --seed {options.seed} --ahead {options.ahead}"
+            + " --turns" * options.turns
+        ),
         "ahead": options.ahead,
+        "turns": options.turns,
         "kills": [],
         "runs": [],
     }
     with tempfile.TemporaryDirectory() as name:
         workspace = Path(name)
-        make_workspace(workspace)
+        (make_talking_workspace if options.turns else make_workspace)(workspace)
         began = time.time()
         whole = run_with(workspace, "whole", [])
         assert whole["outcome"] == "ended", whole["outcome"]
@@ -155,12 +194,13 @@ def measure(options: argparse.Namespace) -> int:
             whole = run_with(workspace, name_of_counted, [])
         seconds = time.time() - whole["events"][0]["ready"]
         report["undisturbed_seconds"] = time.time() - began
+        report["num_calls"] = num_calls(workspace / name_of_counted)
         calls = [
             json.loads((workspace / name_of_counted / f"calls-{rank}.json").read_text()) for rank in range(2)
         ]
         while len(report["kills"]) < options.kills:
             num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
-            plan = [draw(rng, calls, seconds) for _ in range(num)]
+            plan = [draw(rng, calls, seconds, options.turns) for _ in range(num)]
             folder = f"run-{len(report['runs'])}"
             began = time.time()
             result = run_with(workspace, folder, plan)
@@ -173,12 +213,20 @@ def measure(options: argparse.Namespace) -> int:
             outcome = result["outcome"]
             said = result.get("said", "") if outcome != "same" or twice else ""
             told = {"kills": len(killed), "seconds": time.time() - began, "outcome": outcome}
+            if options.turns:
+                told["num_calls"] = num_calls(workspace / folder)
             report["runs"].append({**told, "twice": twice, "said": said})
             print(json.dumps(report["runs"][-1]), flush=True)
             write(options.out, report, text_of(report))
             if not killed and outcome != "same":
                 break  # the run has ended for another reason, which the outcome tells
     return int(any(run["outcome"] != "same" or run["twice"] for run in report["runs"]))
+
+
+def num_calls(folder: Path) -> int:
+    """Of tools, by all attempts of a run, those of results included that no journal holds."""
+    path = folder / "calls.txt"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def recoveries(plan: Sequence[Kill], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -197,6 +245,7 @@ def text_of(report: Mapping[str, Any]) -> Text:
     by_moment: dict[str, list[float | None]] = defaultdict(list)
     for kill in report["kills"]:
         name = f"{kill['moment']}, the launcher" if kill["rank"] == LAUNCHER else kill["moment"]
+        name = f"{name} (a stop)" if kill["signal"] == signal.SIGTERM else name
         by_moment[name].append(kill["recovery_seconds"])
     rows = []
     for moment, seconds in sorted(by_moment.items()):
@@ -213,6 +262,13 @@ def text_of(report: Mapping[str, Any]) -> Text:
         "that "
         f"were generated again: {twice}."
     )
+    if report["turns"]:
+        more = [run["num_calls"] - report["num_calls"] for run in runs if run["outcome"] == "same"]
+        text += (
+            f" Calls of a journal that were made again stand among them. The run never killed made "
+            f"{report['num_calls']} calls; the others {max(min(more), 0)} to {max(more)} more, of which no result "
+            "was written before the kill."
+        )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
     return "Kills at all moments", text, columns, rows
 
@@ -222,6 +278,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--ahead", type=int, default=0, help="steps that idle ranks generate ahead")
+    parser.add_argument("--turns", action="store_true", help="a policy that calls tools, and stops")
     sys.exit(measure(parser.parse_args()))
 
 

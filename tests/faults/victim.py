@@ -6,7 +6,8 @@ A rank sends SIGKILL to itself or to its launcher at a given call of a function,
 training has begun. In the journal the kill comes in the middle of a record, which is then torn.
 
 FOLDER/events.jsonl   {"kill": number, "at": Unix time} · {"ready": Unix time} when an attempt begins to train
-                      {"twice": …} for a response of a journal that is generated again
+                      {"twice": …} for a response of a journal that is generated again, or a call of it that
+                      is made again
 FOLDER/calls-R.json   number of calls of each function on rank R, in the last attempt
 """
 
@@ -30,18 +31,23 @@ from typing import Any
 from tlt.apps.run.start import describe_saved
 from tlt.base.clock import Moment
 from tlt.base.config.load import load_config
+from tlt.base.types import id_of
 from tlt.models.hf.tokenizer import load_tokenizer
 from tlt.training import loop
 from tlt.training.build.ranks import all_ranks
 from tlt.training.launch import local
 from tlt.training.launch.failures import Restarts
 from tlt.training.launch.signals import StopRequest
+from tlt.training.rollout.conversations import Conversations
 from tlt.training.saved import journal
 from tlt.training.saved.journal_file import JournalRecord, read_records
 
 MOMENTS = {
     "loading": "tlt.training.run:Run._load",
     "recalling": "tlt.training.saved.journal:FileJournal.begin",
+    "asking": "tlt.tasks.environments.pool:EnvironmentPool.ask",
+    "a result": "tlt.training.rollout.conversations:Conversations._after",
+    "a turn": "tlt.training.rollout.conversations:Conversations._go_on",
     "taking work": "tlt.training.rollout.work_queue:WorkQueue.take",
     "prefill": "tlt.engine.own.engine:RolloutEngine._prefill",
     "decode": "tlt.models.packed:PackedTransformer.forward_capturing",
@@ -83,6 +89,8 @@ class Kill:
     """Number of the call of the moment's function, from 1."""
     seconds: float = 0.0
     """For ANYWHERE: seconds since training has begun in this attempt."""
+    signal: int = signal.SIGKILL
+    """SIGTERM, of a launcher: the run stops in order, and is started again."""
 
 
 def run(folder: Path) -> int:
@@ -119,14 +127,14 @@ def main(argument: str, stop: StopRequest) -> None:
     def die() -> None:
         assert kill is not None
         note(folder, kill=done, at=time.time())
-        os.kill(os.getppid() if kill.rank == LAUNCHER else os.getpid(), signal.SIGKILL)
-        time.sleep(60)  # a rank whose launcher is gone ends by itself
+        os.kill(os.getppid() if kill.rank == LAUNCHER else os.getpid(), kill.signal)
+        if kill.signal == signal.SIGKILL:
+            time.sleep(60)  # a rank whose launcher is gone ends by itself
 
     calls: Counter[str] = Counter()
     for moment in MOMENTS:
         _watch(moment, calls, kill, die)
-    if rank == 0:
-        _check_journal(folder)
+    _check_journal(folder, checks_tokens=rank == 0)
     _announce(folder, rank, kill, die)
     loop.main(given["description"], stop)
     (folder / f"calls-{rank}.json").write_text(json.dumps(calls))
@@ -156,11 +164,11 @@ def replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def before(place: str, act: Callable[..., None]) -> None:
-    """Calls `act`, with the same positional arguments, before every call of the function at a place."""
+    """Calls `act`, with the same arguments, before every call of the function at a place."""
 
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            act(*arguments)
+            act(*arguments, **options)
             return function(*arguments, **options)
 
         return call
@@ -171,7 +179,7 @@ def before(place: str, act: Callable[..., None]) -> None:
 def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[], None]) -> None:
     """Counts the calls of a moment's function, and kills at the planned one."""
 
-    def act(*arguments: Any) -> None:
+    def act(*arguments: Any, **_: Any) -> None:
         calls[moment] += 1
         if kill is not None and kill.moment == moment and kill.call == calls[moment]:
             if moment == "journal":
@@ -186,7 +194,7 @@ def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[]
 def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None]) -> None:
     """Notes when training begins, and starts the timer of a kill ANYWHERE."""
 
-    def act(*_: Any) -> None:
+    def act(*_: Any, **__: Any) -> None:
         if rank == 0:
             note(folder, ready=time.time())
         if kill is not None and kill.moment == ANYWHERE:
@@ -197,10 +205,11 @@ def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None
     before("tlt.training.loop:train", act)
 
 
-def _check_journal(folder: Path) -> None:
+def _check_journal(folder: Path, checks_tokens: bool) -> None:
     """Notes the responses that a phase generates although the journals of earlier attempts, read here anew,
-    hold them."""
+    hold them, and the calls that are made although their result stands there."""
     known: Counter[tuple[str, str, int]] = Counter()
+    calls: Counter[tuple[str, str, int]] = Counter()
     finished = set()
     for path in sorted((folder / "run" / "journal").glob("step-*/*")):
         length: Counter[tuple[str, str, int]] = Counter()  # of what stands in this file
@@ -208,6 +217,8 @@ def _check_journal(folder: Path) -> None:
             if record.about["kind"] == "journal":
                 continue
             place = (record.about["phase"], *record.about["key"])
+            if turns := record.about.get("turns"):
+                calls[place] = max(calls[place], turns["num_calls"])
             if record.about["kind"] == "response":
                 finished.add(place)
             elif record.about["kind"] == "part" and record.about["first"] in (0, length[place]):
@@ -217,7 +228,7 @@ def _check_journal(folder: Path) -> None:
     def make(begin: Callable[..., Any]) -> Callable[..., Any]:
         def checked(self: Any, phase: str, requests: Sequence[Any]) -> Any:
             recalled = begin(self, phase, requests)
-            for request in (request for unit in recalled.requests for request in unit):
+            for request in (request for unit in recalled.requests for request in unit if checks_tokens):
                 place = phase, request.problem_id, request.sample_index
                 if place in finished or len(request.token_ids) < known[place]:
                     note(folder, twice=place)
@@ -226,6 +237,14 @@ def _check_journal(folder: Path) -> None:
         return checked
 
     replace(MOMENTS["recalling"], make)
+
+    def check_call(talks: Conversations, talk: Any, ends: bool = False) -> None:
+        held: Any = talks._journal
+        place = (held._phase, *id_of(talk.rollout))
+        if talk.calls and not ends and talk.turns.num_calls < calls[place]:
+            note(folder, twice=[*place, f"call {talk.turns.num_calls}"])
+
+    before("tlt.training.rollout.conversations:Conversations._advance", check_call)
 
 
 def records_of(path: Path) -> list[JournalRecord]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tests.unit.training.environments.parts import write_model
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
@@ -65,3 +66,10 @@ def make_models(
     save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
     save_drafter(folder / "drafter", new_model(drafter_shape(shape)).initialize(0), torch.float32)
     (folder / "digits.py").write_text(TASK)
+
+
+def make_chat_models(folder: Path) -> None:
+    """Writes a random policy that calls tools, and its random drafter."""
+    model = write_model(folder / "model")
+    shape = drafter_shape(load_model_config(model))
+    save_drafter(folder / "drafter", new_model(shape).initialize(0), torch.float32)

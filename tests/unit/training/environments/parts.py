@@ -41,13 +41,15 @@ CALLS = (
 )
 
 
-def write_model(path: Path, seed: int = 0, calls: Sequence[str] = CALLS, template: str = TEMPLATE) -> Path:
+def write_model(
+    path: Path, seed: int = 0, calls: Sequence[str] = CALLS, template: str = TEMPLATE, **sizes: int
+) -> Path:
     """A random Qwen2 in float64. Several letters end a turn, so that turns are short."""
     alphabet = [*"Ċ", *(chr(n) for n in range(33, 127)), "Ġ"]
     torch.manual_seed(seed)
     size = len(SPECIAL) + len(alphabet) + len(calls)
     ends = [2, *(len(SPECIAL) + alphabet.index(letter) for letter in "QXYZ")]
-    shape = {**SIZES, "vocab_size": size, "max_position_embeddings": 2048, "eos_token_id": ends}
+    shape = {**SIZES, "vocab_size": size, "max_position_embeddings": 2048, "eos_token_id": ends, **sizes}
     Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(path)
     tokenizer = Tokenizer(models.BPE(vocab={t: n for n, t in enumerate([*SPECIAL, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -10,11 +10,12 @@ from typing import Any
 
 
 def _note(what: str) -> None:
-    """One line a call, in a file that the test names."""
+    """One line a call, in a file that the test names; then a delay, "0.05" or at random "0:0.2", in seconds."""
     if path := os.environ.get("TLT_TEST_CALLS"):
         with open(path, "a") as file:
             file.write(what + "\n")
-    time.sleep(float(os.environ.get("TLT_TEST_DELAY", "0")))
+    least, _, most = os.environ.get("TLT_TEST_DELAY", "0").partition(":")
+    time.sleep(random.uniform(float(least), float(most or least)))
 
 
 def add(a: int, b: int) -> int:
