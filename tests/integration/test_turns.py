@@ -19,7 +19,7 @@ import pytest
 from tests.faults.left import children
 from tests.unit.models.hf.checkpoint_parts import hash_of
 from tests.unit.training.environments import parts
-from tests.unit.training.environments.test_turns import configure, tokens_of
+from tests.unit.training.environments.test_turns import TOOLS, configure, tokens_of
 from tlt.base.types import ResponseId
 from tlt.training.saved.journal_file import read_record, read_records
 
@@ -73,19 +73,58 @@ def written(folder: Path) -> int:
     return sum(most.values())
 
 
+def num_scored(folder: Path) -> int:
+    """Rewards in the journal, of all attempts."""
+    num = 0
+    for file in folder.glob("journal/step-*/replica-*"):
+        with file.open("rb") as opened:
+            read_record(opened)
+            num += sum(record.about["kind"] == "reward" for _, record in read_records(opened))
+    return num
+
+
+def steps_of(num_ranks: int, folder: Path) -> dict[str, Any]:
+    sizes = {"num_ranks": num_ranks, "num_steps": NUM_STEPS, "max_restarts": 0}
+    return {**sizes, "out_dir": str(folder), "device": "cpu", "dtype": "float64"}
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
+def test_after_kills_rewards_read_the_environments_that_were_left(tmp_path: Path, num_ranks: int) -> None:
     model = parts.write_model(tmp_path / "model")
 
     def config(name: str) -> Any:
-        run = {
-            "num_ranks": num_ranks,
-            "num_steps": NUM_STEPS,
-            "out_dir": str(tmp_path / name),
-            "device": "cpu",
-            "dtype": "float64",
-            "max_restarts": 0,
-        }
+        rollout = {"problems_per_step": 4, "samples_per_problem": 6, "max_batch_size": 6}
+        rewards = {"functions": [f"{TOOLS}:guessed"]}
+        run = steps_of(num_ranks, tmp_path / name)
+        return configure(model, tmp_path / name, "game", run=run, rollout=rollout, rewards=rewards)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert begin(config("whole"), tmp_path / "whole.json", tmp_path / "calls").wait(300) == 0
+    words: tuple[str, ...] = ()
+    for more in (3, 9, 14):
+        program = begin(config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words)
+        before = num_scored(killed)
+        while num_scored(killed) < before + more and program.poll() is None:
+            time.sleep(0.005)
+        kill_all(program.pid)
+        program.wait(60)
+        time.sleep(1.0)  # workers end with their rank
+        words = ("--resume", str(killed))
+    assert begin(config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words).wait(300) == 0
+    assert hash_of(killed / "policy") == hash_of(whole / "policy")
+    assert sorted(tokens_of(killed)) == sorted(tokens_of(whole))
+    found, known = ([json.loads(line) for line in lines(of / "metrics.jsonl")] for of in (killed, whole))
+    assert [step["rewards"] for step in found] == [step["rewards"] for step in known]
+    assert sum(step["rollout"]["recalled_tokens"] for step in found) > 0
+    assert all(step["rewards"]["parts"]["guessed"] > 0 for step in known)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_after_kills_the_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
+    model = parts.write_model(tmp_path / "model")
+
+    def config(name: str) -> Any:
+        run = steps_of(num_ranks, tmp_path / name)
         rollout = {"problems_per_step": 4, "samples_per_problem": 6, "max_batch_size": 6}
         return configure(model, tmp_path / name, "tools", run=run, rollout=rollout)
 

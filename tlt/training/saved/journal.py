@@ -80,14 +80,13 @@ class FileJournal(Journal):
         self._run, self._saved, self._base = run, saved, saved()
         self._file: int | None = None
         self._phase, self._written = "", dict[ResponseId, int]()
-        self._unscored: dict[ResponseId, Rollout] = {}
         self._num_steps = 0
         index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
         self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         self._follow_checkpoint()
-        self._phase, self._written, self._unscored = phase, {}, {}
+        self._phase, self._written = phase, {}
         if phase not in self._index:
             return Recalled(requests)
         places = self._index.pop(phase)
@@ -124,14 +123,8 @@ class FileJournal(Journal):
         self._written[response_id] = len(request.token_ids)
 
     def note_finished(self, rollout: Rollout) -> None:
-        """A response whose reward functions get its environment is written with its reward, and counts with
-        its whole group: without the environment it cannot be scored again."""
-        if rollout.turns is not None and rollout.turns.state:
-            self._unscored[id_of(rollout)] = rollout
-        else:
-            self._note_response(rollout)
-
-    def _note_response(self, rollout: Rollout) -> None:
+        """by_group: the response counts once its whole group has rewards. Its reward functions get its
+        environment, which no file holds, so it cannot be scored again."""
         prompt = fingerprint(rollout.prompt_ids)
         about = {
             "reason": rollout.finish_reason,
@@ -145,10 +138,7 @@ class FileJournal(Journal):
 
     def note_rewards(self, rewards: Mapping[ResponseId, Reward]) -> None:
         for response_id, reward in rewards.items():
-            unscored = self._unscored.pop(response_id, None)
             if reward.is_scored:  # what could not be scored is tried again
-                if unscored is not None:
-                    self._note_response(unscored)
                 self._append("reward", response_id, reward=asdict(reward))
 
     def close(self) -> None:

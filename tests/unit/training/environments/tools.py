@@ -94,6 +94,11 @@ def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[fl
     return [(len(json.dumps(completion)) % 17) / 16 for completion in completions]
 
 
+def guessed(environments: list[Game], **columns: Any) -> list[float]:
+    """Read from the instances."""
+    return [game.guesses / 8 for game in environments]
+
+
 class Columns:
     def reset(self, **row: object) -> str:
         return f" {sorted(row)}"
