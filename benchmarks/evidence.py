@@ -58,9 +58,12 @@ def read_figures(one: Measurement, report: Any, about: Mapping[str, Any]) -> dic
     """Returns a measurement's figures. about: the fields that all of them share."""
 
     def read(figure: Figure) -> Evidence:
-        found = look_up(report, figure.at)
+        try:
+            found = look_up(report, figure.at)
+            base = look_up(report, figure.base) if figure.base else None
+        except (KeyError, IndexError, StopIteration):
+            raise UserError(f"its report has nothing at {figure.at} or {figure.base}") from None
         ratio = found if isinstance(found, dict) else {"mean": found, "low": None, "high": None}
-        base = look_up(report, figure.base) if figure.base else None
         return Evidence(ratio["mean"], ratio["low"], ratio["high"], figure.unit, base, **about)
 
     return {name: read(figure) for name, figure in one.figures.items()}
@@ -86,7 +89,7 @@ def has_changed(commit: str, paths: Sequence[str]) -> bool:
 
 def marked(evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:
     """Returns the figures with is_earlier as git has it."""
-    paths = {name: one.paths for one in MEASUREMENTS.values() for name in one.figures}
+    paths = {name: one.changes for one in MEASUREMENTS.values() for name in one.figures}
     return {name: replace(e, is_earlier=has_changed(e.commit, paths[name])) for name, e in evidence.items()}
 
 
@@ -163,7 +166,7 @@ def run_python(*words: str) -> None:
 
 def measure(name: str, one: Measurement, patience_minutes: float | None) -> dict[str, Evidence]:
     """Runs a measurement and keeps its report. patience_minutes: to wait for a quiet machine; None: measures at once."""
-    if changes := git("status", "--porcelain", "--", "tlt", *one.paths):
+    if changes := git("status", "--porcelain", "--", "tlt", *one.changes):
         raise UserError(f"{name}: what it measures is changed and not committed: {changes.split()[-1]}")
     for placeholder, recipe in PYPI.items():
         folder = SCRATCH / "models" / recipe
@@ -209,8 +212,12 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def without_folder(text: str, path: Path) -> str:
-    """Returns a report's text without the folder that it was written to."""
-    return text.replace(f"{path.parent}/", "")
+    """Returns a report's text without the folder that it was written to, and without the repository's."""
+    folder = path.parent
+    near = [f"{folder.relative_to(ROOT)}/"] if folder.is_relative_to(ROOT) else []
+    for known in (f"{folder}/", *near, f"{ROOT}/"):
+        text = text.replace(known, "")
+    return text
 
 
 def keep(path: Path, kept: Path) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ENGINE = ("tlt/engine", "tlt/models", "tlt/speculation", "tlt/drafter")
+ENGINE = ("tlt/base", "tlt/engine", "tlt/models", "tlt/speculation", "tlt/drafter")
 STEP = (*ENGINE, "tlt/training", "tlt/tasks")
 
 
@@ -49,6 +49,12 @@ class Measurement:
     figures: Mapping[str, Figure]
     report: str = "{out}.json"
     needs: str | None = None
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What git looks at: the paths, and the program's own files."""
+        package, _, program = self.command.split()[0].partition(".")
+        return self.paths if package == "tlt" else (*self.paths, f"{package}/{program}*")
 
 
 @dataclass(frozen=True)
@@ -225,10 +231,10 @@ SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-0.5B"
 TABLES: Mapping[str, Table] = {
     "first screen": Table(
         "README.md",
-        ("TLT beside", "model", "whole step", "rollout"),
+        ("compared with", "model", "whole step", "rollout"),
         (
-            ("itself, no speculation", f"{SMOLLM2}, sums written out", "smollm2-step", "smollm2-rollout"),
-            ("itself, no speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
+            ("TLT without speculation", f"{SMOLLM2}, sums written out", "smollm2-step", "smollm2-rollout"),
+            ("TLT without speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
             ("TRL 1.16 with transformers", COUNTDOWN, "trl-step", "trl-rollout"),
             (
                 "vLLM 0.32, no drafts, batch 1 · 4 · 16",

@@ -112,7 +112,8 @@ def describe(line: Line, history: Sequence[Line]) -> str:
     if found is not None:
         sides = zip(("at least", "at most"), found, strict=True)
         band = ", ".join(f"{side} {limit:.4g}" for side, limit in sides if math.isfinite(limit))
-    return f"{'ok  ' if is_within(line, history) else 'FAIL'} {line.figure:8} {line.value:.5g}   {band}"
+    verdict = "new " if found is None else "ok  " if is_within(line, history) else "FAIL"
+    return f"{verdict} {line.figure:8} {line.value:.5g}   {band}"
 
 
 def appended(history: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
@@ -247,7 +248,9 @@ def measure(has_clock: bool) -> list[Line]:
 def main() -> int:
     parser = make_parser("gate", __doc__, needs_out=False)
     parser.add_argument("--clockless", action="store_true", help="only what no clock decides")
-    parser.add_argument("--busy", action="store_true", help="does not wait for a quiet machine")
+    parser.add_argument(
+        "--busy", action="store_true", help="does not wait for a quiet machine, nor keep what a clock decides"
+    )
     parser.add_argument("--accept", action="store_true", help="appends figures outside their bands, too")
     options = parser.parse_args()
     history = read_history()
@@ -257,9 +260,10 @@ def main() -> int:
     print("\n".join(describe(line, history) for line in lines))
     good = [line for line in lines if is_within(line, history)]
     kept = lines if options.accept else good
+    told = [line for line in kept if not (options.busy and BANDS[line.figure].is_clocked)]
     if "changes" not in lines[0].commit:
         with write_atomically(HISTORY) as file:
-            file.writelines(dumps(asdict(line)) + "\n" for line in appended(history, kept))
+            file.writelines(dumps(asdict(line)) + "\n" for line in appended(history, told))
     return 0 if len(kept) == len(lines) else 1
 
 

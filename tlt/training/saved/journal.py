@@ -332,7 +332,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                 drafts = read_drafts(record.about["drafts"])
                 parts = record.about.get("routes")
                 routes = None if parts is None else b"".join(map(b64decode, parts))
-                turns = Turns.read(record.about.get("turns"))
+                turns = _turns_of(record)
                 so_far = replace(request, token_ids=tokens, logprobs=numbers, drafts=drafts, routes=routes)
                 unit.append(replace(so_far, turns=turns))
             else:
@@ -347,7 +347,7 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
                         record.about["version"],
                         read_drafts(record.about["drafts"]),
                         routes=read_routes(record.about.get("routes")),
-                        turns=Turns.read(record.about.get("turns")),
+                        turns=_turns_of(record),
                     )
                 )
                 if "reward" in record.about:
@@ -355,3 +355,9 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
         if unit:
             units.append(unit)
     return Recalled(units, rollouts, rewards)
+
+
+def _turns_of(record: JournalRecord) -> Turns | None:
+    """Without a state, which is a pickle: whoever can write the folder could run code by it."""
+    turns = Turns.read(record.about.get("turns"))
+    return None if turns is None else replace(turns, state="")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Recalled, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import WorkQueue
+from tlt.training.saved import journal as journal_module
 from tlt.training.saved.checkpoint import Saved
 from tlt.training.saved.journal import FileJournal, choose
 from tlt.training.saved.journal_file import JournalRecord, read_records
@@ -170,6 +171,21 @@ def test_what_rewards_need_an_environment_for_counts_with_its_whole_group(tmp_pa
     assert recalled.requests == requests[1:]
     assert [*recalled.rollouts] == [replace(one, turns=Turns()) for one in played[0]]
     assert recalled.rewards == {("p0", 0): reward, ("p0", 1): reward}
+
+
+def test_no_environment_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is a pickle, which runs code."""
+    requests = ask(1)
+    monkeypatch.setattr(journal_module, "_write_turns", lambda turns: asdict(replace(turns, state="planted")))
+    journal = open_journal(tmp_path)
+    journal.begin("rollout 0", requests)
+    done, running = requests[0]
+    journal.note_finished(replace(answer(done), turns=Turns()))
+    journal.note_turn(replace(running, token_ids=(1, 2), logprobs=(0.0, 0.0), drafts=(), turns=Turns()))
+    assert "planted" in str([record.about for record in written_in(tmp_path)])
+    recalled = open_journal(tmp_path).begin("rollout 0", requests)
+    found = [*recalled.rollouts, *(request for unit in recalled.requests for request in unit)]
+    assert [one.turns for one in found] == [Turns(), Turns()]
 
 
 def test_what_another_phase_or_another_prompt_was_answered_does_not_count(tmp_path: Path) -> None:
