@@ -120,7 +120,7 @@ def test_after_kills_rewards_read_the_environments_that_were_left(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_after_kills_the_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
+def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
     model = parts.write_model(tmp_path / "model")
 
     def config(name: str) -> Any:

@@ -51,12 +51,12 @@ class _Attached:
         if self.rollouts is None or self.trainer is not trainer:
             check_trainer(trainer)
             model = trainer.accelerator.unwrap_model(trainer.model)
-            self.turns = TRLTurns(trainer) if trainer.tools else None
-            self.trainer = trainer
-            self.rollouts = LiveRollouts(model, resumed(settings, trainer), self.turns)
-            if self.turns is not None:
-                trainer._tool_call_loop = self.turns.tell
-            trainer.add_callback(Keeper(self.rollouts))
+            turns = TRLTurns(trainer) if trainer.tools else None
+            rollouts = LiveRollouts(model, resumed(settings, trainer), turns)
+            if turns is not None:
+                trainer._tool_call_loop = turns.tell
+            trainer.add_callback(Keeper(rollouts))
+            self.trainer, self.rollouts, self.turns = trainer, rollouts, turns
         return self.rollouts
 
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from tlt.base.kinds import shorten
 from tlt.base.types import ResponseId, Rollout, UserError, id_of
 from tlt.models.hf.template import Message
 from tlt.models.hf.turns import Call, Turn
@@ -132,12 +135,23 @@ class Writer:
         tokenizer, tools = self.trainer.processing_class, [*self.tools.values()]
         message = parse_response(tokenizer, list(turn_ids), prefix=self.before, tools=tools)
         calls = [Call(name_of(call), call) for call in message.get("tool_calls") or ()]
-        waits = [inspect.iscoroutinefunction(self.tools.get(call.name)) for call in calls]
+        waits = [_waits(self.tools.get(call.name), call.arguments) for call in calls]
         in_order = sorted(range(len(calls)), key=waits.__getitem__)
         return Turn(message, tuple(calls[number] for number in in_order))
 
     def append(self, turn_ids: Sequence[int], said: Sequence[Message]) -> tuple[int, ...]:
         return tuple(self.trainer._get_tool_suffix_ids([*said]))
+
+
+def _waits(tool: Callable[..., Any] | None, call: Any) -> bool:
+    """Whether TRL awaits it. What raises when it is called is answered in its place."""
+    if tool is None or not inspect.iscoroutinefunction(tool) or call.get("type") != "function":
+        return False
+    try:
+        inspect.signature(tool).bind(**call["function"]["arguments"])
+    except TypeError:
+        return False
+    return True
 
 
 def name_of(call: Mapping[str, Any]) -> str:
@@ -185,11 +199,16 @@ class Instances:
         return {tool.__name__: tool for tool in (*self.trainer._standalone_tools, *methods)}
 
 
-class _Done(NamedTuple):
+class _Question(NamedTuple):
     key: ResponseId
-    state: str
+    ask: Ask
     instance: Any
-    content: Any
+    start: float
+
+
+class _Done(NamedTuple):
+    question: _Question
+    result: Any
     is_error: bool
     seconds: float
 
@@ -205,27 +224,32 @@ class Calls:
         self.instances = instances
         self.contents: dict[ResponseId, Any] = {}
         self._done: SimpleQueue[_Done] = SimpleQueue()
-        self._pending: set[ResponseId] = set()
+        self._pending: dict[ResponseId, _Question] = {}
 
     def ask(self, key: ResponseId, ask: Ask) -> None:
         """A synchronous call is made here and now."""
-        self._pending.add(key)
         instance, start = self.instances.read(ask.state), time.monotonic()
+        question = self._pending[key] = _Question(key, ask, instance, start)
 
-        def end(content: Any, is_error: bool) -> None:
-            seconds = time.monotonic() - start
-            self._done.put(_Done(key, ask.state, instance, content, is_error, seconds))
+        def end(result: Any, is_error: bool) -> None:
+            self._done.put(_Done(question, result, is_error, time.monotonic() - start))
 
         try:
             result = self._call(instance, ask)
         except Exception as error:  # the user's code
-            end({"error": str(error)}, True)
+            end(error, True)
             return
         if not inspect.iscoroutine(result):
             end(result, False)
             return
+
+        def end_awaited(future: Future[Any]) -> None:
+            """Runs nothing of the user's: what raises here is lost, and the run would wait for ever."""
+            result = _gathered(future)
+            end(result, isinstance(result, Exception))
+
         future = asyncio.run_coroutine_threadsafe(result, self.instances.trainer.async_loop)
-        future.add_done_callback(lambda ended: end(*_outcome(ended)))
+        future.add_done_callback(end_awaited)
 
     def tell(self, key: ResponseId, answer: Answer) -> None:
         raise AssertionError("every call of TRL's parser has arguments")
@@ -241,15 +265,18 @@ class Calls:
                 done = self._done.get(timeout=0.0 if told else timeout)
             except Empty:
                 return told
-            if done.key not in self._pending:
+            key, ask, instance, _ = done.question
+            if self._pending.get(key) is not done.question:
                 continue  # abandoned
-            self._pending.remove(done.key)
-            content = done.content if isinstance(done.content, list) else str(done.content)
+            del self._pending[key]
+            result = {"error": str(done.result)} if done.is_error else done.result
+            content = result if isinstance(result, list) else str(result)
             _check_text(content)
-            self.contents[done.key] = content
-            state = self.instances.write(done.state, done.instance)
-            answer = Answer(str(content), state, is_error=done.is_error)
-            told.append(Told(done.key, answer, done.seconds))
+            if self.instances.travel:
+                _check_travels(content, ask.name)
+            self.contents[key] = content
+            state = self.instances.write(ask.state, instance)
+            told.append(Told(key, Answer(str(content), state, is_error=done.is_error), done.seconds))
 
     def abandon(self) -> None:
         """Asynchronous calls go on, unheard."""
@@ -268,9 +295,23 @@ class Calls:
         return tool(**call["function"]["arguments"])
 
 
-def _outcome(ended: Any) -> tuple[Any, bool]:
+def _gathered(ended: Future[Any]) -> Any:
+    """As asyncio.gather(return_exceptions=True): a cancelled one, too, has an exception as its result."""
+    if ended.cancelled():
+        return asyncio.CancelledError()
     error = ended.exception()
-    return (ended.result(), False) if error is None else ({"error": str(error)}, True)
+    return ended.result() if error is None else error
+
+
+def _check_travels(content: Any, name: str) -> None:
+    """Responses go from process to process as JSON."""
+    try:
+        is_kept = json.loads(json.dumps(content)) == content
+    except (TypeError, ValueError):
+        is_kept = False
+    if not is_kept:
+        what = f"{name} returned {shorten(content)}, which JSON does not keep as it is"
+        raise UserError(f"tools: {what}, as several processes need; return text, or a list of JSON's values")
 
 
 def _check_text(content: Any) -> None:

@@ -3,12 +3,15 @@ same turns."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +44,9 @@ CALLS = (
     *(parts.a_call("increment", step=step) for step in range(1, 6)),
     *(parts.a_call("run_code", code="print(1)"), parts.a_call("move", action="up")),
     parts.a_call("async_add", a=1, b=2) + parts.a_call("multiply", a=2, b=3),
+    parts.a_call("async_add", a=1) + parts.a_call("multiply", a=2, b=3),
     parts.a_call("failing"),
+    parts.a_call("cancelled"),
     parts.a_call("absent"),
     parts.a_call("multiply", a=1),
     '<tool_call>{"name": "multiply", </tool_call>',
@@ -51,6 +56,11 @@ CALLS = (
 def failing() -> str:
     """Always fails."""
     raise ValueError("never")
+
+
+async def cancelled() -> str:
+    """Is cancelled."""
+    raise asyncio.CancelledError
 
 
 def lists() -> list[tuple[str, int]]:
@@ -64,7 +74,7 @@ def a_row(content: str, **columns: Any) -> dict[str, Any]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "tools": {
-        "tools": [examples.multiply, examples.async_add, failing],
+        "tools": [examples.multiply, examples.async_add, failing, cancelled],
         "train_dataset": [a_row(f"{n} + {n}?") for n in range(4)],
     },
     "environment": {"environment_factory": examples.IncrementEnv},
@@ -275,6 +285,93 @@ def test_a_list_is_left_to_the_template(model: Path, tmp_path: Path) -> None:
     (told,) = calls.collect()
     assert told.answer.text == "[('a', 1)]"
     assert calls.contents["1", 0] == [("a", 1)]
+
+
+def parted(num_processes: int, *tools: Any, **more: Any) -> trl_turns.Calls:
+    """Beside what of a trainer the calls need."""
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=num_processes),
+        environments=None,
+        _standalone_tools=tools,
+        **more,
+    )
+    return trl_turns.Calls(trl_turns.Instances(trainer))
+
+
+def ask(calls: trl_turns.Calls, name: str) -> None:
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    calls.ask(("1", 0), trl_turns.Ask("call", {}, name=name, arguments=call))
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_cancelled_call_is_answered(loop: asyncio.AbstractEventLoop) -> None:
+    calls = parted(1, cancelled, async_loop=loop)
+    ask(calls, "cancelled")
+    (told,) = calls.collect(timeout=20.0)
+    assert (told.answer.text, told.answer.is_error) == ("", False)  # as in TRL
+
+
+@pytest.mark.timeout(30)
+def test_an_error_that_cannot_be_written_ends_the_run(loop: asyncio.AbstractEventLoop) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    async def silent() -> None:
+        raise Silent
+
+    calls = parted(1, silent, async_loop=loop)
+    ask(calls, "silent")
+    with pytest.raises(ZeroDivisionError):
+        calls.collect(timeout=20.0)
+
+
+@pytest.mark.timeout(30)
+def test_a_late_result_is_no_answer_to_the_next_question(loop: asyncio.AbstractEventLoop) -> None:
+    goes_on = asyncio.Event()
+
+    async def late() -> str:
+        await goes_on.wait()
+        return "late"
+
+    def new() -> str:
+        return "new"
+
+    calls = parted(1, late, new, async_loop=loop)
+    ask(calls, "late")
+    calls.abandon()
+    loop.call_soon_threadsafe(goes_on.set)
+    while not calls.has_news:
+        time.sleep(0.01)
+    ask(calls, "new")
+    assert [told.answer.text for told in calls.collect()] == ["new"]
+
+
+def test_only_a_call_that_can_be_made_is_awaited() -> None:
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "async_add", "arguments": arguments}}
+
+    assert trl_turns._waits(examples.async_add, call(a=1, b=2))
+    assert not trl_turns._waits(examples.async_add, call(a=1))
+    assert not trl_turns._waits(examples.multiply, call(a=1, b=2))
+
+
+def test_lists_that_json_changes_are_refused_between_processes() -> None:
+    calls = parted(2, lists)
+    ask(calls, "lists")
+    with pytest.raises(UserError, match=r"tools: lists returned \[\('a', 1\)\], which JSON does not keep"):
+        calls.collect()
 
 
 def test_images_and_text_prompts_are_refused(model: Path, tmp_path: Path) -> None:
