@@ -171,7 +171,7 @@ class Verifiers:
             return {}
         if isinstance(data.prompt, str) and data.system_prompt is None:
             return {"prompt": data.prompt}
-        messages = _messages_of(data)
+        messages = messages_of(data)
         if data.prompt is None:  # what the environment says joins the last message
             messages.append({"role": "user", "content": ""})
         for message in messages:
@@ -182,7 +182,7 @@ class Verifiers:
         return {"messages": messages}
 
 
-def _messages_of(data: Any) -> list[dict[str, Any]]:
+def messages_of(data: Any) -> list[dict[str, Any]]:
     prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     given = [m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in prompt]
@@ -200,7 +200,7 @@ def begin_trace(task: Any) -> Any:
         state=state_cls(type(task))(),
     )
     kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-    make_nodes(trace, [kinds[one["role"]](content=one["content"]) for one in _messages_of(task.data)])
+    make_nodes(trace, [kinds[one["role"]](content=one["content"]) for one in messages_of(task.data)])
     return trace
 
 

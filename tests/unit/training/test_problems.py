@@ -122,6 +122,7 @@ def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
     return load_problems(load_config(values), "train")
 
 
+UNOPENED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}]
 TEXT = {"prompt": "[2,9,16:5]"}
 
 
@@ -132,6 +133,7 @@ TEXT = {"prompt": "[2,9,16:5]"}
         ([{"prompt": text, "problem_id": "a"} for text in ("[2,9,16:5]", "[2,9:7]")], 1, "problems.jsonl:2"),
         ([{"problem_id": "a"}], 1, "problems.jsonl:1"),
         ([{"messages": [{"role": "user", "content": "2"}]}], 1, "no chat template"),
+        ([{"messages": UNOPENED}], 1, "problems.jsonl:1: its last message is empty; .*environment.factory"),
     ],
 )
 def test_problems_that_no_run_can_take_are_refused(

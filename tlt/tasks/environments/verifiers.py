@@ -12,7 +12,6 @@ replies so far, up to the turn that has none yet.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -20,7 +19,8 @@ from typing import Any
 from tlt.base.io.extras import how_to_install
 from tlt.base.thoughts import after_thinking
 from tlt.base.types import UserError
-from tlt.tasks.verifiers import Verifiers, begin_trace, make_nodes
+from tlt.tasks.environments.environment import _seed
+from tlt.tasks.verifiers import Verifiers, begin_trace, make_nodes, messages_of
 
 try:
     import verifiers.v1 as vf
@@ -66,8 +66,8 @@ class Env:
         verifiers = Verifiers(self.taskset)
         task = verifiers.task_of(self.data, self.options)
         env = _environment(self.taskset, self.options)
-        agents = _Agents(self.taskset, env.config, self.replies, is_over)
-        random.seed(str(task.key))
+        agents = _Agents(self.taskset, env.config, task, self.replies, is_over)
+        _seed({"problem_id": task.key}, 0)  # the same in every turn
         with suppress(_Waits):
             asyncio.run(_run(env, task, agents))
         before, self.heard = self.heard, agents.heard
@@ -93,10 +93,10 @@ async def _run(env: Any, task: Any, agents: _Agents) -> None:
     """As `Env.run_episode`."""
     await env.setup(agents)
     await env.run(task, agents)
-    trace = agents.trace
-    if agents.is_over or agents.waits_for is None:
-        episode = Episode(env=EnvInfo(id=env.config.env_id), task=trace.task, traces=[trace])
-        await env.finalize(task, episode)
+    if (trace := agents.trace) is None:
+        raise UserError(f"verifiers:{agents.taskset}: run() begins no conversation; take another one")
+    episode = Episode(env=EnvInfo(id=env.config.env_id), task=trace.task, traces=[trace])
+    await env.finalize(task, episode)
 
 
 class _Waits(BaseException):
@@ -109,8 +109,9 @@ class _Agents:
     heard: what `run` said before each of the policy's turns; None: nothing, for the task's prompt came first.
     """
 
-    def __init__(self, taskset: str, config: Any, replies: Sequence[str], is_over: bool) -> None:
-        self.taskset, self.replies, self.is_over = taskset, replies, is_over
+    def __init__(self, taskset: str, config: Any, task: Any, replies: Sequence[str], is_over: bool) -> None:
+        self.taskset, self.task, self.replies, self.is_over = taskset, task, replies, is_over
+        self.trace: Any = None
         self.heard: list[str | None] = []
         self.waits_for: str | None = None
         self.trainable = True
@@ -119,8 +120,13 @@ class _Agents:
 
     @asynccontextmanager
     async def interaction(self, task: Any, **more: Any) -> AsyncIterator[_Agents]:
-        if hasattr(self, "trace"):
+        if self.trace is not None:
             raise UserError(f"verifiers:{self.taskset}: run() begins several conversations; take another one")
+        if messages_of(task.data) != messages_of(self.task.data):
+            raise UserError(
+                f"verifiers:{self.taskset}: run() begins with another prompt than the task's, which the "
+                "policy reads; take another one"
+            )
         if needs := [name for name in ("stop", "intercept") if discover_decorated(task, name)]:
             raise UserError(
                 f"verifiers:{self.taskset}: has @{needs[0]}, which TLT does not have; take another"

@@ -32,7 +32,10 @@ def with_environment(
     section: EnvironmentSection, records: Sequence[tuple[str, Record]]
 ) -> list[tuple[str, Record]]:
     """Records as the policy is shown them: with the tools, and with what `reset` says behind the last
-    message. UserError where a reset fails."""
+    message. UserError where a reset fails, and for a chat that nobody's `reset` would open."""
+    if not section.has_factory:
+        for place, record in records:
+            _check_asks(record, place)
     if not section.is_used:
         return [*records]
     environments = Environments(environment_spec(section))
@@ -119,6 +122,14 @@ def _observations(section: EnvironmentSection, records: Sequence[tuple[str, Reco
     finally:
         pool.close()
     return [said[number] for number in range(len(records))]
+
+
+def _check_asks(record: Record, place: str) -> None:
+    messages = record.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, Mapping) and last.get("role") == "user" and last.get("content") == "":
+        remedy = "give it text, or an environment.factory that opens the conversation"
+        raise UserError(f"{place}: its last message is empty; {remedy}")
 
 
 def _messages(record: Record, observation: str, place: str) -> list[Any]:

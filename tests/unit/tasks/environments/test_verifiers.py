@@ -44,6 +44,7 @@ class EnvConfig(vf.EnvConfig):
 
 class GuessEnv(vf.Env[EnvConfig]):
     async def run(self, task, agents):
+        {first}
         number = task.data.number
         async with agents.player.interaction(task) as talk:
             said = await (talk.turn("Guess a digit.") if task.data.prompt is None else talk.turn())
@@ -85,9 +86,10 @@ def rows(
     more: str = "pass",
     seats: str = "pass",
     hint: str = "random.randint(0, 9)",
+    first: str = "pass",
     **options: Any,
 ) -> list[dict[str, Any]]:
-    (folder / f"guess_{name}.py").write_text(GUESS.format(more=more, seats=seats, hint=hint))
+    (folder / f"guess_{name}.py").write_text(GUESS.format(more=more, seats=seats, hint=hint, first=first))
     drawn = Verifiers(f"guess-{name}").draw_here(20, 0, "train", 1.0, options)
     read: list[dict[str, Any]] = json.loads(json.dumps(drawn))
     return read
@@ -140,6 +142,22 @@ def test_what_cannot_be_played_is_refused(folder: Path) -> None:
     said = say(environments(ENV), row, "x", "")
     with refused("verifiers:guess-g says something else when it is told the same again"):
         say(environments(ENV), row, "y", said.state)
+
+
+def test_an_environment_may_draw_from_numpy(folder: Path) -> None:
+    row, *_ = rows(folder, "h", hint="__import__('numpy').random.randint(10**9)")
+    first = say(environments(ENV), row, "x", "")
+    assert str(say(environments(ENV), row, "y", first.state).text).endswith("1 left.")
+
+
+def test_a_run_without_the_tasks_conversation_is_refused(folder: Path) -> None:
+    row, *_ = rows(folder, "i", first="return")
+    with refused(r"verifiers:guess-i: run\(\) begins no conversation"):
+        begin(environments(ENV), row)
+    hidden = "task = type(task)(task.data.model_copy(update={'prompt': None}), task.config)"
+    row, *_ = rows(folder, "j", first=hidden, prompt="You are impatient.")
+    with refused(r"verifiers:guess-j: run\(\) begins with another prompt than the task's"):
+        begin(environments(ENV), row)
 
 
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
