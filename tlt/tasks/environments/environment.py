@@ -138,7 +138,7 @@ class Environments:
         instance, observation = self._instance(ask)
         number = num_asked(ask.state) + 1
         if instance is not None:
-            _seed(ask.row, number)
+            seed_generators(ask.row, number)
         match ask.kind:
             case "observe":
                 dump(instance)  # it can be pickled
@@ -184,7 +184,7 @@ class Environments:
         """(environment, what its reset said)."""
         if ask.state:
             return read_instance(ask.state), None
-        _seed(ask.row, 0)
+        seed_generators(ask.row, 0)
         instance = self._make(ask.row)
         if instance is None:
             return None, None
@@ -231,7 +231,7 @@ def read_instance(state: str) -> Any:
     return load(state.partition(":")[2])
 
 
-def _seed(row: Mapping[str, Any], number: int) -> None:
+def seed_generators(row: Mapping[str, Any], number: int) -> None:
     seed = zlib.crc32(f"{row.get('problem_id')}/{number}".encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what the user's code draws from

@@ -19,7 +19,7 @@ from typing import Any
 from tlt.base.io.extras import how_to_install
 from tlt.base.thoughts import after_thinking
 from tlt.base.types import UserError
-from tlt.tasks.environments.environment import _seed
+from tlt.tasks.environments.environment import seed_generators
 from tlt.tasks.verifiers import Verifiers, begin_trace, make_nodes, messages_of
 
 try:
@@ -67,7 +67,7 @@ class Env:
         task = verifiers.task_of(self.data, self.options)
         env = _environment(self.taskset, self.options)
         agents = _Agents(self.taskset, env.config, task, self.replies, is_over)
-        _seed({"problem_id": task.key}, 0)  # the same in every turn
+        seed_generators({"problem_id": task.key}, 0)  # the same in every turn
         with suppress(_Waits):
             asyncio.run(_run(env, task, agents))
         before, self.heard = self.heard, agents.heard
