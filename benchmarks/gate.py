@@ -228,10 +228,15 @@ def rollout_speedup(num_rounds: int = 8) -> float:
     return statistics.median(a / b for a, b in zip(found["off"], found["adaptive"], strict=True))
 
 
+def software_here() -> str:
+    """Returns what figures without a clock depend on."""
+    about = environment()
+    return f"Python {about['python']}, torch {about['torch']}"
+
+
 def measure(has_clock: bool) -> list[Line]:
     """Returns the figures of this tree."""
-    about = environment()
-    software = f"Python {about['python']}, torch {about['torch']}"
+    about, software = environment(), software_here()
     values = clockless() | ({"off": off_over_loop(), "speedup": rollout_speedup()} if has_clock else {})
     return [
         Line(

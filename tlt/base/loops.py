@@ -12,16 +12,17 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, wraps
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from filelock import FileLock
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
-from numba.core.caching import CacheImpl
+from numba.core.caching import CacheImpl, IndexDataCacheFile
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -131,6 +132,24 @@ CacheImpl._locator_classes = [
     *(cast(Any, type)(f"Stamped{known.__name__}", (_Stamped, known), {}) for known in _LOCATORS),
     *_LOCATORS,
 ]
+
+
+def _one_at_a_time(function: Any) -> Any:
+    """A method of Numba's `IndexDataCacheFile`, for one process at a time. Numba itself chooses a file's
+    name, writes the index, and then the file: two processes that compile at once would choose the same."""
+
+    @wraps(function)
+    def locked(self: Any, *arguments: Any) -> Any:
+        if not Path(self._cache_path).is_dir():
+            return function(self, *arguments)
+        with FileLock(f"{self._index_path}.lock"):
+            return function(self, *arguments)
+
+    return locked
+
+
+for _name in ("save", "load"):
+    setattr(IndexDataCacheFile, _name, _one_at_a_time(getattr(IndexDataCacheFile, _name)))
 
 
 # ── within a loop ───────────────────────────────────────────────────────────────────────────────────────────

@@ -1,15 +1,21 @@
-"""Loops are compiled anew when any file of loops has changed."""
+"""Where compiled loops are kept: they are compiled anew when any file of loops has changed, and processes do not take each
+other's."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 loops = pytest.importorskip("tlt.base.loops", reason="Numba is not installed")
+
+from numba.core.caching import IndexDataCacheFile  # noqa: E402 - only where Numba is
 
 PACKAGE = Path(loops.__file__).parents[1]
 
@@ -47,3 +53,24 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
         command = [sys.executable, "-B", "-c", CALLING.format(folder=str(tmp_path))]
         printed.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     assert printed == ["1", "2"]
+
+
+def test_processes_that_compile_at_once_keep_their_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for them: each opens the lock by itself."""
+    write_index = IndexDataCacheFile._save_index
+
+    def write_slowly(self: Any, overloads: Any) -> None:
+        time.sleep(0.05)  # the others have read the index meanwhile
+        write_index(self, overloads)
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_index", write_slowly)
+    keys = [f"signature {number}" for number in range(4)]
+
+    def file() -> Any:
+        return IndexDataCacheFile(str(tmp_path), "function", "stamp")
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        list(pool.map(lambda key: file().save(key, f"code of {key}"), keys))
+    assert [file().load(key) for key in keys] == [f"code of {key}" for key in keys]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.gate import BANDS, Line, appended, clockless, is_within, limits, read_history
+from benchmarks.gate import BANDS, Line, appended, clockless, is_within, limits, read_history, software_here
 
 LINE = Line("off", 4.0, "e6c1b97a", "2026-11-29", "two cores")
 
 
 def test_what_no_clock_decides_is_within_its_bands() -> None:
     """`python -m benchmarks.gate --clockless --accept` takes a change that is meant."""
-    found = clockless()
-    history = read_history()
-    machines = {one.figure: one.machine for one in history}
-    lines = [Line(name, value, "", "", machines.get(name, "")) for name, value in found.items()]
+    history, here = read_history(), software_here()
+    lines = [Line(name, value, "", "", here) for name, value in clockless().items()]
     assert [line for line in lines if not is_within(line, history)] == []
     assert {line.figure for line in lines} == {name for name, band in BANDS.items() if not band.is_clocked}
 

@@ -98,7 +98,7 @@ def workspace(call):  # type: ignore
 
 @njit(inline="always")
 def _width(dim):  # type: ignore
-    """Of sums: whole panels."""
+    """Numbers of a query in `sums`: the head's, rounded up to whole panels."""
     return (dim + _LANES - _1) // _LANES * _LANES
 
 
@@ -293,7 +293,7 @@ def _weigh(scores, num_rows, width, sums, largest, totals):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _largest(scores, at):  # type: ignore
-    """Four at a time: each waits for the one before it."""
+    """Four maxima side by side, since each comparison waits for the one before it."""
     a, b, c, d = _LOWEST, _LOWEST, _LOWEST, _LOWEST
     for j in range(at, at + _KEYS, _4):
         a, b = max(a, scores[j]), max(b, scores[j + _1])

@@ -232,7 +232,8 @@ def _pairs(x, stride, num_rows, num_in):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def turn_into_panels(source, at, num_out, num_in, panels):  # type: ignore
-    """Of a matrix [O, I], float32 or bfloat16, to float32 panels. Sums of outputs from O on are of no use."""
+    """A matrix [O, I], float32 or the bits of bfloat16, becomes float32 panels [ceil(O / 16), I, 16]. Lanes
+    beyond O keep what was there: nobody may use their sums."""
     whole = num_out // _LANES * _LANES if num_in % _LANES == _U64(0) else _U64(0)
     for o in range(_U64(0), whole, _LANES):
         for i in range(_U64(0), num_in, _LANES):
@@ -245,7 +246,7 @@ def turn_into_panels(source, at, num_out, num_in, panels):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def fill_panels(source, at, num_in, num_out, panels):  # type: ignore
-    """Of a matrix [I, O], likewise."""
+    """The same for a matrix [I, O], whose rows already lie as panels want them."""
     whole = num_out // _LANES * _LANES
     for o in range(_U64(0), whole, _LANES):
         for i in range(num_in):

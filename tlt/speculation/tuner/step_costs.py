@@ -35,6 +35,8 @@ PARTS = {
 }
 """Parts beside the forward, with prior mean, relative to a forward of one row, and standard deviation of
 each logarithm."""
+_READ, _ATTENDED = (list(PARTS).index(name) for name in ("read", "attended"))
+
 NOISE = 0.15
 """Standard deviation of log(seconds) of a step."""
 _MAX_SURPRISE = 2.5
@@ -67,8 +69,7 @@ class StepCosts:
         """rows_A: of the target's forward. num_cached: see `BatchState`."""
         knots_AK = _knots(rows_A)
         forward_A = np.exp(knots_AK @ np.maximum.accumulate(self.mean_P[:KNOTS]))
-        amounts_AJ = self._fixed_AJ + batch_size * self._each_AJ
-        amounts_AJ[:, -2], amounts_AJ[:, -1] = num_cached, rows_A * (num_cached / batch_size)
+        amounts_AJ = _amounts(self._fixed_AJ, self._each_AJ, rows_A, batch_size, num_cached)
         parts_AJ = amounts_AJ * np.exp(self.mean_P[KNOTS:])
         seconds_A = forward_A + parts_AJ.sum(1)
         shares_AP = np.hstack([knots_AK * forward_A[:, None], parts_AJ]) / seconds_A[:, None]
@@ -94,8 +95,7 @@ class StepCosts:
         deviation."""
         knots_K = _knots(np.array([rows]))[0]
         forward = math.exp(knots_K @ self.mean_P[:KNOTS])
-        amounts_J = self._fixed_AJ[arm] + batch_size * self._each_AJ[arm]
-        amounts_J[-2:] = num_cached, rows * num_cached / batch_size
+        amounts_J = _amounts(self._fixed_AJ[arm], self._each_AJ[arm], rows, batch_size, num_cached)
         parts_J = amounts_J * np.exp(self.mean_P[KNOTS:])
         expected = forward + parts_J.sum()
         shares_P = np.concatenate([knots_K * forward, parts_J]) / expected
@@ -123,6 +123,14 @@ def _work(arm: Strategy) -> tuple[list[float], list[float]]:
     alone, beside = (0.0, levels) if is_retrieved else (levels, 0.0)
     fixed = [float(is_learned), alone, beside, -levels, 0.0, 0.0, 0.0]
     return fixed, [0.0, 0.0, 0.0, levels, float(is_retrieved), 0.0, 0.0]
+
+
+def _amounts(fixed: Array, each: Array, rows: Any, batch_size: int, num_cached: float) -> Array:
+    """Of PARTS, for all arms or for one. fixed, each: from `_work`; rows: of the forward."""
+    amounts = fixed + batch_size * each
+    amounts[..., _READ] = num_cached
+    amounts[..., _ATTENDED] = rows * (num_cached / batch_size)
+    return amounts
 
 
 def _knots(rows_A: Array) -> Array:

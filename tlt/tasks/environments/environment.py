@@ -220,6 +220,7 @@ def say_error(what: str) -> str:
 
 
 def write_state(number: int, instance: Any) -> str:
+    """As `Ask.state`. number: of questions so far."""
     return "" if instance is None else f"{number}:{dump(instance)}"
 
 
@@ -232,6 +233,7 @@ def read_instance(state: str) -> Any:
 
 
 def seed_generators(row: Mapping[str, Any], number: int) -> None:
+    """Python's and NumPy's, so that the same question to the same problem draws the same in any worker."""
     seed = zlib.crc32(f"{row.get('problem_id')}/{number}".encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what the user's code draws from

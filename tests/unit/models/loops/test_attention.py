@@ -23,7 +23,7 @@ from tlt.speculation.law.tree import chain_mask
 compiled = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed: SDPA attends")
 
 SHAPES = [(4, 2, 8), (3, 1, 64), (2, 2, 128), (7, 1, 20)]
-"""Heads, key heads and head size: groups of 2, 3, 1 and 7; sizes that are unrolled, and that are not."""
+"""Heads, key heads and head size: groups of 2, 3, 1 and 7; sizes that fill panels of 16, and that do not."""
 
 
 def config_of(shape: tuple[int, int, int]) -> ModelConfig:

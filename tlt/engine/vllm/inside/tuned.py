@@ -6,6 +6,7 @@ schedule ─▶ choose ─▶ num_to_draft         update_from_output ─▶ sec
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,19 +51,20 @@ class TunedScheduler(LengthScheduler):
         is_proven = self._verifies == self._drafts.strategy  # a choice holds for two steps
         self._verifies = self._drafts.strategy
         if self.running and is_proven:
-            self._drafts = self.tuner.choose(self._batch_state(len(self.running)))
+            self._drafts = self.tuner.choose(self._batch_state(self.running))
         self.num_to_draft = self._drafts.strategy.depth
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
         self._batch = None
         if counts and is_decode and not output.scheduled_new_reqs:
-            self._batch = self._batch_state(len(counts))
+            self._batch = self._batch_state([one for one in self.running if one.request_id in counts])
         return output
 
-    def _batch_state(self, num_running: int) -> BatchState:
-        num_cached = sum(request.num_tokens for request in self.running)
-        return BatchState(num_running, 0, 0, num_cached=num_cached)
+    @staticmethod
+    def _batch_state(requests: Sequence[Any]) -> BatchState:
+        num_cached = sum(request.num_tokens for request in requests)
+        return BatchState(len(requests), 0, 0, num_cached=num_cached)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
