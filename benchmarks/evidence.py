@@ -3,7 +3,7 @@
     python -m benchmarks.evidence --list              the measurements: minutes, figures, of this tree or of an earlier one
     python -m benchmarks.evidence [--only NAME …]     measures what is of an earlier tree or not measured, one at a time
     python -m benchmarks.evidence --enter NAME REPORT takes a report that the measurement's command has written elsewhere
-    python -m benchmarks.evidence --write             the pages anew: which figures are of an earlier tree, by git log
+    python -m benchmarks.evidence --write             the pages anew: which figures are of an earlier tree, by git
     python -m benchmarks.evidence --check             exit code 1 where the pages are not what --write would write
 
     figures.py ─ command ─▶ report ─▶ benchmarks/results/evidence.json ─▶ tables of README.md, docs/results.md
@@ -15,6 +15,7 @@ VLLM_PYTHON names an interpreter with vLLM.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -26,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +82,33 @@ def git(*words: str) -> str:
 
 
 def has_changed(commit: str, paths: Sequence[str]) -> bool:
-    """Returns whether a commit after this one has changed the paths. An unknown commit: yes."""
+    """Returns whether the paths compute something else than at this commit. An unknown commit: yes."""
     try:
-        return bool(git("log", "-1", "--format=%h", f"{commit}..HEAD", "--", *paths))
+        names = git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *paths).splitlines()
     except UserError:
         return True
+    return any(code(commit, name) != code("HEAD", name) for name in names)
+
+
+@cache
+def code(commit: str, name: str) -> str | None:
+    """Returns a file at a commit, of a library's or benchmark's module what it computes: no comments, no docstrings (of a
+    recipe's they may be read: tools of an environment). None: there is no such file."""
+    try:
+        text = git("show", f"{commit}:{name}")
+    except UserError:
+        return None
+    if not name.endswith(".py") or name.startswith("recipes/"):
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not is_text(each)]
+    return ast.dump(tree)
+
+
+def is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def marked(evidence: Mapping[str, Evidence]) -> dict[str, Evidence]:

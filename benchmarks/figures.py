@@ -38,7 +38,7 @@ class Measurement:
     command: after `python -m`. {out}: the report without its ending; {smollm2}, {qwen}: folders of `tlt init
         --from-pypi`; {vllm}: an interpreter with vLLM.
     minutes: how long it is expected to take on two cores.
-    paths: what it measures: a figure is of an earlier tree once a later commit has changed them.
+    paths: what it measures: a figure is of an earlier tree once they compute something else (evidence.has_changed).
     report: the file to read; JSON lines are a list.
     needs: a package that this interpreter must have.
     """

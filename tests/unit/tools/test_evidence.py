@@ -135,3 +135,36 @@ def test_a_report_is_entered_without_the_folder_it_was_written_to(
 
 def test_an_unknown_commit_counts_as_earlier() -> None:
     assert has_changed("0" * 40, ["tlt"])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "expected"),
+    [
+        (
+            "tlt/a.py",
+            'def f():\n    """Old."""\n    return 1\n',
+            "def f():\n    # new\n    return 1\n",
+            False,
+        ),
+        ("tlt/a.py", "def f():\n    return 1\n", "def f():\n    return 2\n", True),
+        ("tlt/a.py", "x = 1\n", None, True),
+        ("tlt/kernel.cpp", "// old\n", "// new\n", True),
+        ("recipes/a.py", 'def tool():\n    """Old."""\n', 'def tool():\n    """New."""\n', True),
+    ],
+)
+def test_a_figure_is_of_an_earlier_tree_once_its_paths_compute_something_else(
+    name: str, before: str, after: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    evidence.git("init", "-q")
+    path = tmp_path / name
+    for text in (before, after):
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        evidence.git("add", "-A")
+        evidence.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x")
+    evidence.code.cache_clear()
+    assert has_changed("HEAD~1", ["tlt", "recipes"]) == expected
+    evidence.code.cache_clear()
