@@ -192,7 +192,7 @@ def slot_bytes(r: PlannedRun, length: int) -> int:
 def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
     """standing: bytes of all permanent terms."""
     least, rank_bytes, is_gpu = slot_bytes(r, r.longest), r.rank_bytes, r.is_gpu
-    wanted, limit, why = r.num_slots * least, None, "as much as all sequences want"
+    wanted, limit, why = (r.num_slots + r.num_parked) * least, None, "as much as all sequences want"
     if (given := r.config.rollout.kv_gib) is not None:
         limit, why = int(given * GIB), "rollout.kv_gib"
     elif r.uses_vllm and not is_gpu:
@@ -206,7 +206,11 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
         taken, phases = max(limit, least), phases if is_gpu else ALWAYS
     else:
         taken = wanted if limit is None else max(min(wanted, limit), least)
-    how = f"{why}: {min(taken // least, r.num_slots)} of {r.num_slots} sequences × {r.longest} tokens"
+    running = min(taken // least, r.num_slots)
+    how = f"{why}: {running} of {r.num_slots} sequences × {r.longest} tokens"
+    if r.num_parked:
+        parked = min(taken // least - running, r.num_parked)
+        how += f", {parked} of {r.num_parked} that wait for their environment"
     return Term(CACHES, phases, taken, how), least if given is None else taken
 
 

@@ -113,6 +113,12 @@ class PlannedRun:
         return min(self.config.rollout.max_batch_size, self.num_responses)
 
     @property
+    def num_parked(self) -> int:
+        """Responses that may wait for their environment at once, their caches beside the slots'."""
+        parks = self.config.environment.is_used and not self.uses_vllm
+        return -(-self.num_responses // self.num_ranks) if parks else 0
+
+    @property
     def uses_vllm(self) -> bool:
         return self.config.rollout.engine == "vllm"
 

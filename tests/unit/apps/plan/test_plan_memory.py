@@ -166,6 +166,27 @@ def test_caches_are_those_of_the_engines_own_budget(kind: Any, trains: bool) -> 
         assert slot_bytes(run, length) == engine.memory.slot_bytes(length)
 
 
+def test_responses_that_wait_for_their_environment_keep_caches_beside_the_slots() -> None:
+    model = ModelConfig("llama", 61, 32, 64, 8, 4, 2, 8, max_positions=512)
+    amounts = {"rollout.problems_per_step": 3, "rollout.samples_per_problem": 5, "rollout.max_batch_size": 4}
+    run = make_run(model, 2, **amounts)
+    waits = run.changed({"environment.respond": "m:f"})
+
+    def caches(run: PlannedRun) -> int:
+        return size(plan_memory(run), "caches")
+
+    each = slot_bytes(run, run.longest)
+    assert caches(run) == 4 * each
+    assert caches(waits) == (4 + 8) * each  # a rank's part of the step: all of it may wait at once
+    small = {"rollout.kv_gib": 6.5 * each / GIB}
+    assert caches(waits.changed(small)) == pytest.approx(6.5 * each)
+    told = next(term.how for term in plan_memory(waits.changed(small)).terms if term.name == "caches")
+    assert told.endswith("4 of 4 sequences × 512 tokens, 2 of 8 that wait for their environment")
+    assert plan_memory(waits).needed == plan_memory(run).needed  # running sequences displace them
+    of_vllm = {"rollout.engine": "vllm"}
+    assert caches(waits.changed(of_vllm)) == caches(run.changed(of_vllm))
+
+
 # ── verdicts ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
