@@ -41,7 +41,6 @@ NOT_RUN = {
     "parallel.policy fsdp": "needs several ranks, and minutes",
     "train.toml": "what tlt init own has written",
     "--repo OWNER/NAME": "needs a network",
-    "audit responses MODEL vllm.jsonl": "responses that vLLM has generated",
     "[--section.key": "a synopsis",
     "…": "a part of a command",
 }
