@@ -261,7 +261,6 @@ def _begin(config: Config, goes_on: bool = False) -> Config:
 
 
 def _run_here(config: Config, began: Moment) -> bool:
-    """Errors propagate; torch's threads are restored."""
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
+    from pydantic_core import ErrorDetails, ValidationError
 
 LONGEST_SHOWN = 80
 
@@ -126,6 +126,12 @@ def remedy(detail: ErrorDetails) -> str:
     for theirs, ours in _REMEDIES.items():
         message = message.replace(theirs, ours, 1)
     return message[:1].lower() + message[1:]
+
+
+def describe_mistakes(error: ValidationError) -> str:
+    """ "place: message" of every mistake, in one line."""
+    mistakes = error.errors(include_url=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'line'}: {one['msg']}" for one in mistakes)
 
 
 def shorten(value: Any, limit: int = LONGEST_SHOWN) -> str:

@@ -146,7 +146,6 @@ class Turns:
 
     @staticmethod
     def read(value: Mapping[str, Any] | None) -> Turns | None:
-        """From JSON."""
         if value is None:
             return None
         given = tuple((first, end) for first, end in value["given"])
@@ -222,7 +221,6 @@ class Rollout:
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """The tokens of the policy's last turn."""
         return self.token_ids[0 if self.turns is None else self.turns.num_settled :]
 
 

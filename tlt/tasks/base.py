@@ -187,7 +187,6 @@ def _refuse_half_characters(place: str, problem: Record) -> None:
 
 @contextmanager
 def _blaming(said: str, remedy: str) -> Iterator[None]:
-    """Errors of the user's code become UserErrors."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

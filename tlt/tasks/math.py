@@ -35,9 +35,8 @@ Other = Literal["refuse", "skip"]
 
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
-    """The id is a digest of prompt and answer. Only questions that are text go into `template`.
-
-    Raises UserError for a record without question or answer, or of another ability than math.
+    """The id is a digest of prompt and answer. Only questions that are text go into `template`. Raises
+    UserError for a record that is no mathematics, or lacks question or answer.
     """
     if not is_mathematics(record):
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
@@ -168,7 +167,6 @@ class Math(ExactTask):
         check_columns(problem)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy: a second or more."""
         is_equal("x+1", "1+x")
 
     def is_right(self, problem: Record, answer: str) -> bool:

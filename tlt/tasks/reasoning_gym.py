@@ -9,17 +9,13 @@ are drawn and scored under PYTHONHASHSEED=0, since some generators iterate over 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import io
 import json
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +35,9 @@ TEMPLATES = {
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
 """Users do not set these fields of a generator's configuration."""
+WRONGLY_SCORED = ("coin_flip", "game_of_life_halting", "puzzle24")
+"""At 0.1.25 the library pays "0" for any chance, any text for a game that halts or not, and one solution
+for all puzzles."""
 
 
 class Drawn(NamedTuple):
@@ -53,6 +52,9 @@ class ReasoningGym:
 
     def __init__(self, name: str) -> None:
         generators = _generators()
+        if name in WRONGLY_SCORED:
+            what = "the library's own score pays wrong answers in full"
+            raise UserError(f"task reasoning-gym:{name}: {what}; take another generator")
         if name not in generators:
             nearest = difflib.get_close_matches(name, generators, n=1, cutoff=0.4)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(generators))}"
@@ -106,9 +108,7 @@ class ReasoningGym:
             )
         text = after_thinking(response_text, in_thought=bool(problem.get("in_thought")))
         answer = _extract(text, problem["answer_in"])
-        reward = (
-            0.0 if answer is None else _score(self.name, _make_dataset(self.name, settings), answer, entry)
-        )
+        reward = 0.0 if answer is None else _score(_make_dataset(self.name, settings), answer, entry)
         return {"reward": reward, "solved": reward >= problem["solved_at"]}
 
 
@@ -143,7 +143,6 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
 
 
 def _generators() -> Mapping[str, Any]:
-    """name → (data set, configuration)"""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -207,58 +206,11 @@ def _extract(text: str, answer_in: str) -> str | None:
     return answer.strip() if opening and closing else None
 
 
-def _score(name: str, dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     try:
-        if (correct := CORRECTED.get(name)) is not None:
-            return float(correct(answer, entry))
         silence = io.StringIO()
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
             score = float(dataset.score_answer(answer, entry))
     except Exception:  # several generators raise at answers that are not of the form they expect
         return 0.0
     return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
-
-
-def _is_same_word(answer: str, entry: Mapping[str, Any]) -> bool:
-    return answer.strip(" .'\"").casefold() == str(entry["answer"]).casefold()
-
-
-def _is_same_chance(answer: str, entry: Mapping[str, Any]) -> bool:
-    return math.isclose(Fraction(answer.replace(",", "")), Fraction(entry["answer"]), rel_tol=1e-3)
-
-
-def _makes_24(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Each number of the puzzle is used once."""
-    numbers = sorted(map(int, re.findall(r"\d+", answer)))
-    if numbers != sorted(entry["metadata"]["numbers"]) or re.search(r"[^\d\s()+*/-]", answer):
-        return False
-    return _value(ast.parse(answer.strip(), mode="eval").body) == 24
-
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
-def _value(formula: ast.expr) -> Fraction:
-    """Raises ValueError beyond whole numbers and the four operations."""
-    match formula:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
-    raise ValueError("it is no formula of numbers and + - * /")
-
-
-CORRECTED: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "coin_flip": _is_same_chance,
-    "game_of_life_halting": _is_same_word,
-    "puzzle24": _makes_24,
-}
-"""The library's scores, at 0.1.25, pay "0" for any chance, any text for a game that halts or not, and one
-solution for all puzzles."""

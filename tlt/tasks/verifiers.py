@@ -127,7 +127,6 @@ class Verifiers:
         return self.taskset_class(config)
 
     def _needs(self, config: Any) -> Iterator[str]:
-        """Names what a conversation of one turn lacks."""
         from verifiers.v1 import Task
 
         if self.taskset_class.toolsets(config) or self.task_class.toolsets(config.task):
@@ -156,7 +155,6 @@ class Verifiers:
             ) from None
 
     def _check(self, taskset: Any, task: Any) -> Any:
-        """Raises UserError for a task with other rewards than the taskset's."""
         of_other_kind = type(task) is not self.task_class
         if of_other_kind or task.config != taskset.config.task:
             what = f"is a {type(task).__name__}" if of_other_kind else "has a configuration of its own"
@@ -190,7 +188,6 @@ def messages_of(data: Any) -> list[dict[str, Any]]:
 
 
 def begin_trace(task: Any) -> Any:
-    """With the task's prompt."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 

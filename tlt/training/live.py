@@ -154,7 +154,6 @@ class LiveRollouts:
 
     @property
     def stats(self) -> EngineStats:
-        """Counts of the latest call, over all ranks."""
         return EngineStats() if self.latest is None else self.latest.stats
 
     def generate(

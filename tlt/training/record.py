@@ -11,10 +11,11 @@ from tlt.tasks.rewards.pool import summarize
 from tlt.training.ranks.world import gather_objects
 from tlt.training.report.record import StepRecord
 from tlt.training.rollout.result import PhaseResult
-from tlt.training.samples import show_samples
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
+
+_SAMPLE_COLUMNS = ("step", "problem", "prompt", "response", "reward", "solved")
 
 
 def record(
@@ -48,7 +49,7 @@ def record(
         run.files.metrics.write(line)
     run.tracking.log(line.step, line.figures())
     run.console.step(line)
-    show_samples(run, phase)
+    _show_samples(run, phase)
     if update.num_skipped:
         num_steps = run.config.algorithm.epochs * run.config.algorithm.minibatches
         skipped = f"{update.num_skipped} of {num_steps} optimizer steps are not taken"
@@ -56,3 +57,19 @@ def record(
     if phase.check is not None and phase.check.is_undone:
         run.console.note(f"step {line.step}: the drafter's training was {phase.check.training}")
     run.timeline.flush()
+
+
+def _show_samples(run: Run, phase: PhaseResult) -> None:
+    """Evenly spread over the step's problems."""
+    num_all = len(phase.rollouts)
+    num = min(run.config.run.show_samples, num_all)
+    if not (num and run.world.is_leader):
+        return
+    rows = []
+    for index in (i * num_all // num for i in range(num)):
+        rollout, reward = phase.rollouts[index], phase.rewards[index]
+        prompt, text = run.data.decode(rollout.prompt_ids), run.data.decode(rollout.token_ids)
+        value = reward.value if reward.is_scored else None
+        run.console.sample(prompt, text, value)
+        rows.append((run.step + 1, rollout.problem_id, prompt, text, value, reward.is_solved))
+    run.tracking.log_table(run.step + 1, "samples", _SAMPLE_COLUMNS, rows)

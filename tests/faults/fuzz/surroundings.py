@@ -46,7 +46,7 @@ PLACES = {
 LOOKS = {
     "LANG": ("C", "POSIX", "xx_XX.nothing", "", None, "tr_TR.UTF-8"),
     "LC_ALL": ("C", "POSIX", "nothing", ""),
-    "COLUMNS": ("0", "1", "x", "", "-5", "1000000", "²"),
+    "COLUMNS": ("0", "1", "x", "", "-5", "1000000"),
     "LINES": ("0", "x"),
     "NO_COLOR": ("", "1", None),
     "FORCE_COLOR": ("", "0"),

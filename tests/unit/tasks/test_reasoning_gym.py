@@ -18,7 +18,7 @@ import pytest
 from tests.refused import refused
 from tlt.base.types import Reward
 from tlt.tasks.base import get_task, make_problems
-from tlt.tasks.reasoning_gym import ReasoningGym, _extract, _make_dataset, _make_entry, _score
+from tlt.tasks.reasoning_gym import ReasoningGym, _extract, _make_dataset, _make_entry
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.tasks.rewards.scoring import RewardSpec
 
@@ -133,36 +133,6 @@ def test_an_answer_that_is_missing_or_unreadable_is_worth_nothing(sums: Reasonin
     assert sums.score(easy, f"<answer>{int(easy['answer']) + 1}</answer>") == {"reward": 0.5, "solved": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "entry", "right", "wrong"),
-    [
-        (
-            "game_of_life_halting",
-            {"answer": "False"},
-            ["False", "false.", " False "],
-            ["True", "nonsense", "False or True", "0", "1"],
-        ),
-        (
-            "puzzle24",
-            {"answer": "8*(5*1 - 2)", "metadata": {"numbers": [8, 5, 1, 2]}},
-            ["8*(5*1 - 2)", "(5 - 2) * 8 / 1"],
-            ["8*3", "2*(5+1+6)", "8*(5*1-2)*1", "8+5+1+2", "24", "8*(5*1-2) or 1", "8*(5*1-2", "8**1+5//2"],
-        ),
-        (
-            "coin_flip",
-            {"answer": "0.109375"},
-            ["0.109375", "7/64", "0.1094"],
-            ["0", "0.1", "1", "0.", "none"],
-        ),
-    ],
-)
-def test_scores_that_the_library_gives_to_anything_are_corrected(
-    name: str, entry: dict[str, Any], right: list[str], wrong: list[str]
-) -> None:
-    assert [_score(name, None, answer, entry) for answer in right] == [1.0] * len(right)
-    assert [_score(name, None, answer, entry) for answer in wrong] == [0.0] * len(wrong)
-
-
 def test_where_the_answer_is_sought() -> None:
     text = r"<answer>1</answer> \boxed{2} then <answer>3</answer> and \boxed{4}"
     assert [_extract(text, where) for where in ("tag", "boxed", "whole")] == ["3", "4", text]
@@ -191,6 +161,7 @@ def test_problems_that_were_drawn_otherwise_are_refused(sums: ReasoningGym) -> N
     [
         ("chain_sums", {}, r"reasoning-gym:chain_sums: no such generator; did you mean chain_sum\?"),
         ("composite", {}, "reasoning-gym:composite: no such generator"),
+        ("puzzle24", {}, "reasoning-gym:puzzle24: the library's own score pays wrong answers in full"),
         (
             "sums",
             {"largst": 3},
@@ -223,9 +194,10 @@ from reasoning_gym.factory import DATASETS
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.tasks.rewards.scoring import RewardSpec
 from tlt.tasks.base import get_task, make_problems
+from tlt.tasks.reasoning_gym import WRONGLY_SCORED
 
 unscored, problems = [], {}
-for name in json.loads(sys.argv[1]) or sorted(set(DATASETS) - {"composite"}):
+for name in json.loads(sys.argv[1]) or sorted(set(DATASETS) - {"composite", *WRONGLY_SCORED}):
     task = get_task(f"reasoning-gym:{name}")
     for split in ("train", "test"):
         made = make_problems(f"reasoning-gym:{name}", 3, 5, {"split": split, "answer_in": "whole"})
@@ -249,7 +221,7 @@ def ask_library(names: list[str], hash_seed: str) -> tuple[dict[str, Any], list[
 
 
 def test_the_librarys_own_answers_are_right_and_every_process_draws_the_same() -> None:
-    names = ["basic_arithmetic", "coin_flip", "game_of_life_halting", "number_sorting", "puzzle24"]
+    names = ["basic_arithmetic", "number_sorting"]
     problems, unscored = ask_library(names, "1")
     assert unscored == []
     assert ask_library(names, "2")[0] == problems

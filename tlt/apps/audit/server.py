@@ -100,7 +100,6 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
 
 
 def _check_form(server: Endpoint, request: Request) -> None:
-    """Tries with one token whether the server returns what is asked for."""
     choice = _ask(server, request, 1, None)
     if (ids := read_token_ids(choice, server.url)) is None:
         raise UserError(
@@ -271,7 +270,6 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _hidden(server: Endpoint, why: str) -> str:
-    """Hides the API key, which a server may repeat."""
     return f"--url: {server.url} {why.replace(server.api_key, '***') if server.api_key else why}"
 
 

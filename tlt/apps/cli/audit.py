@@ -79,7 +79,6 @@ class RequestOptions(PromptOptions):
         return make_requests(prompts, params, self.samples)
 
     def sizes(self, requests: Sequence[Request]) -> list[int]:
-        """Of the batches that are compared with single requests."""
         return sorted({min(size, len(requests)) for size in self.batch_sizes})
 
 
@@ -265,7 +264,6 @@ def _relations_of_server(
 
 
 def _told(relations: Iterator[Relation]) -> list[Relation]:
-    """Prints each one as soon as it is there."""
     found = []
     for relation in relations:
         print(f"{relation.way}: {relation.sentence}", flush=True)

@@ -21,11 +21,9 @@ class Completion(Options):
     bash: tlt completion bash > ~/.local/share/bash-completion/completions/tlt
 
     zsh: tlt completion zsh > ~/.tlt-completion.zsh, and source that file at the end of ~/.zshrc
-
-    fish: tlt completion fish > ~/.config/fish/completions/tlt.fish
     """
 
-    shell: Annotated[Literal["bash", "zsh", "fish"], Written("bash|zsh|fish", is_alone=True)]
+    shell: Annotated[Literal["bash", "zsh"], Written("bash|zsh", is_alone=True)]
     """The shell to print it for."""
 
 
@@ -84,16 +82,12 @@ def _choices(kind: Any) -> Iterator[str]:
 # ── scripts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def script(shell: Literal["bash", "zsh", "fish"], commands: Mapping[str, tuple[type[Options], bool]]) -> str:
+def script(shell: Literal["bash", "zsh"], commands: Mapping[str, tuple[type[Options], bool]]) -> str:
     """commands: with whether they take --json."""
-    offer = _offer(commands)
-    if shell == "fish":
-        return _FISH.replace("OFFER", offer.replace("\\", "\\\\").replace("'", "\\'"))
-    return offer + (_ZSH if shell == "zsh" else _BASH)
+    return _offer(commands) + (_ZSH if shell == "zsh" else _BASH)
 
 
-# All shells share this, fish by way of bash. Arguments: the current word's index, it, the one before it, the
-# first two.
+# Both shells share this. Arguments: the current word's index, it, the one before it, the first two.
 _OFFER = """\
 # completion of tlt, printed by tlt completion
 _tlt_offer() {{
@@ -162,27 +156,6 @@ _tlt() {
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
 compdef _tlt tlt
-"""
-
-# In fish an option and its value after "=" are one word: what is offered begins with the option.
-_FISH = """\
-# completion of tlt, printed by tlt completion; bash computes it
-function __tlt_complete
-    set -l words (commandline -opc)
-    set -l cur (commandline -ct | string unescape)
-    set -l prev $words[-1]
-    set -l option (string match -r -- '^--[^=]+=' $cur); and begin
-        set prev (string trim -rc = -- $option)
-        set cur (string replace -- $option '' $cur)
-    end
-    set -l found (bash -c 'OFFER
-_tlt_offer "$@"
-printf "%s\\n" "$files" $offered
-' tlt (count $words) "$cur" "$prev" "$words[2]" "$words[3]")
-    test -n "$found[1]"; and __fish_complete_path "$cur" | string replace -r '^' -- "$option"
-    printf "$option%s\\n" $found[2..]
-end
-complete -c tlt -f -a '(__tlt_complete)'
 """
 
 

@@ -4,55 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 from tlt.apps.cli.engine import show_busy
-from tlt.apps.cli.options import Options, Written
+from tlt.apps.cli.options import Options
 from tlt.apps.cli.summary import Ended, Summary
 from tlt.base.io.extras import PURPOSES
 from tlt.base.io.files import Record
 from tlt.base.io.machine import Facts, Finding, diagnose, read_facts
 
-if TYPE_CHECKING:
-    from tlt.base.config.schema import Config
-
 
 class Doctor(Options):
-    """Look at this machine: what is missing, how to get it, and what "auto" means.
+    """Look at this machine: what is missing, and how to get it.
 
     Exit code 0: TLT works here; 1: something that it needs is broken. Optional packages may be missing.
     """
 
-    config: Annotated[Path, Written("[CONFIG]", is_alone=True)] = Path("countdown")
-    """TOML configuration, or the name of a recipe, whose "auto" are resolved."""
-
 
 def run(options: Doctor) -> Ended:
-    from tlt.base.config.load import load_config
-
-    config = load_config(options.config)
     with show_busy("looking at this machine"):
-        facts, found = _look(config)
-    return report(facts, found, str(options.config))
+        facts = read_facts(*_limits())
+    return report(facts, diagnose(facts))
 
 
-def _look(config: Config) -> tuple[Facts, list[Finding]]:
+def _limits() -> tuple[int, int]:
+    """(cores, bytes of memory)"""
     try:
         from tlt.engine.memory import machine_bytes
-        from tlt.training.build.choices_here import resolve_here
         from tlt.training.build.ranks import num_cores
     except (ImportError, OSError):  # torch cannot be imported, which the facts say
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return (facts := read_facts(os.cpu_count() or 1, num_bytes)), diagnose(facts)
-    facts = read_facts(num_cores(), machine_bytes())
-    found = diagnose(facts)
-    for key, text, is_right in resolve_here(config):
-        found.append(Finding(key, "ok" if is_right else "broken", text))
-    return facts, found
+        return os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return num_cores(), machine_bytes()
 
 
-def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
+def report(facts: Facts, found: Sequence[Finding]) -> Ended:
     machine = {
         "python": facts.python,
         "cpu_cores": facts.cpu_cores,
@@ -62,18 +46,14 @@ def report(facts: Facts, found: Sequence[Finding], config: str) -> Ended:
     }
     broken = [one.name for one in found if one.state == "broken"]
     told = {one.name: {"state": one.state, "text": one.text, "remedy": one.remedy} for one in found}
-    record = {"works": not broken, "broken": broken, "config": config, "machine": machine, "found": told}
+    record = {"works": not broken, "broken": broken, "machine": machine, "found": told}
     return Ended(record, int(bool(broken)))
 
 
 def summarize(record: Record) -> Summary:
     machine, by_state = record["machine"], dict[str, dict[str, str]]()
-    keys: dict[str, str] = {}
     for name, one in record["found"].items():
-        if "." in name and one["state"] == "ok":
-            keys[name] = one["text"]
-        else:
-            by_state.setdefault(one["state"], {})[name] = f"{one['text']}\n{one['remedy']}".strip()
+        by_state.setdefault(one["state"], {})[name] = f"{one['text']}\n{one['remedy']}".strip()
     missing, fine = by_state.get("missing", {}), by_state.get("ok", {})
     headline = "TLT works here" if record["works"] else f"broken: {', '.join(record['broken'])}"
     headline += f"; optional and missing: {', '.join(missing)}" if missing else ""
@@ -84,7 +64,6 @@ def summarize(record: Record) -> Summary:
     rows |= {name: fine.pop(name) for name in shown if name in fine}
     rows["packages"] = ", ".join(f"{name} {text}" for name, text in fine.items() if name not in PURPOSES)
     rows["optional"] = ", ".join(name for name in fine if name in PURPOSES) or "none"
-    rows[f"auto, for {record['config']}"] = keys
     for state, title in (("note", "to note"), ("missing", "missing")):
         rows |= {title: by_state[state]} if state in by_state else {}
     return Summary(headline, rows)

@@ -237,7 +237,6 @@ def _check_trainable(rollouts: Sequence[Rollout], where: str) -> None:
 
 
 def _answer(options: DrafterTrain, target: Target, requests: Sequence[Request]) -> list[Rollout]:
-    """No learned drafter drafts here."""
     from tlt.engine.build.engine import build_engine
     from tlt.engine.settings import EngineSettings
 

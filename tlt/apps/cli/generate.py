@@ -117,7 +117,6 @@ def run(options: Generate) -> Record:
 
 
 def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    """`in_thought`: the prompt has opened a thought."""
     from tlt.training.saved.responses import turns_of
 
     if tokenizer is None:

@@ -68,7 +68,6 @@ def run(options: HubPush) -> Record:
 
 
 def _uploads(run: FinishedRun, repo: str, licence: str | None, what: str | None) -> dict[str, Upload]:
-    """repo: the policy's repository."""
     from tlt.apps.run.model_card import drafter_card, policy_card
     from tlt.base.io.hub_upload import Upload, files_of
     from tlt.models.hf.files import CHECKPOINT_FILES, DRAFTER_FILES

@@ -76,7 +76,6 @@ def _first_sentence(config: Path) -> str:
 
 
 def _copy_with_packaged_model(recipe: str, folder: Path) -> list[Path]:
-    """Mistakes are found before the download."""
     from tlt.base.io.recipes import check_free, copy_recipe, find_recipe
     from tlt.models.hf.gguf import require_gguf
 

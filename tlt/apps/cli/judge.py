@@ -57,7 +57,6 @@ class VerdictOptions(LawSection, Options):
     """JSON to write, with the complete reports."""
 
     def params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """stop_ids: the model's own."""
         law = {name: getattr(self, name) for name in LawSection.model_fields}
         return SamplingParams(**law, stop_ids=tuple(sorted({*stop_ids, *self.stop_ids})))
 

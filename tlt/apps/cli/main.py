@@ -30,9 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_ours:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from tlt.base.io.streams import forget_odd_sizes, reporting_stdout
+        from tlt.base.io.streams import reporting_stdout
 
-        forget_odd_sizes()
         with reporting_stdout():
             return _run(arguments)
     except BaseException as error:

@@ -74,7 +74,7 @@ def run(options: InitOwn) -> int:
 
 
 def find_function(text: str) -> tuple[Path, str]:
-    """Raises UserError if either does not exist."""
+    """Raises UserError."""
     name, _, function = text.rpartition(":")
     file = Path(name)
     if not function.isidentifier() or not file.stem.isidentifier() or file.suffix != ".py":

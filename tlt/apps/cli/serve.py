@@ -141,7 +141,6 @@ def _model_source(options: Serve) -> Source:
 
 
 def _served(options: Serve, source: Source) -> Served:
-    """Exports the drafter where vLLM reads another form."""
     from tlt.engine.vllm.server import Served
     from tlt.engine.vllm.strategies import vllm_kinds
 

@@ -37,7 +37,7 @@ def run(options: Status) -> Record:
         for one in status.recent
     ]
     held_out = [
-        {name: line.get(name) for name in ("step", "solve_rate", "reward")} for line in status.evaluations
+        {"step": one.step, "solve_rate": one.solve_rate, "reward": one.reward} for one in status.evaluations
     ]
     ago = None if status.written_at is None else max(time.time() - status.written_at, 0.0)
     return {

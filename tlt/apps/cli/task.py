@@ -167,7 +167,6 @@ class _Answer:
 
     @property
     def has_own_reward(self) -> bool:
-        """Whether its environment has given a reward."""
         turns = self.completion.turns
         return turns is not None and turns.reward is not None
 

@@ -79,7 +79,7 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def _refuse_mistakes(options: Train, overrides: Sequence[str]) -> None:
-    """Finds mistakes in words and file before torch is imported."""
+    """Before torch is imported."""
     if options.config is not None or isinstance(options.resume, Path):
         resolve_config(options.config, overrides, options.resume)
     elif options.resume is None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from tlt.apps.integrations.trl_turns import TRLTurns
-from tlt.base.io.extras import how_to_install
+from tlt.base.io.extras import how_to_install, version_of
 from tlt.base.spans import SpanName
 from tlt.base.types import Purpose, SamplingParams, UserError
 from tlt.training.live import LiveRollouts, LiveSettings
@@ -131,10 +130,8 @@ def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
 
 
 def check_version() -> None:
-    try:
-        found = version("trl")
-    except PackageNotFoundError:
-        raise UserError(f"trl: is not installed; {how_to_install('trl')}") from None
+    if (found := version_of("trl")) is None:
+        raise UserError(f"trl: is not installed; {how_to_install('trl')}")
     if found.split(".")[:2] != TRL_VERSION.split("."):
         differs = f"{found} is installed, but rollout_func may differ from {TRL_VERSION}'s"
         raise UserError(f"trl: {differs}; {how_to_install('trl')}")

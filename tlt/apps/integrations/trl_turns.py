@@ -185,7 +185,6 @@ class Instances:
         return dump(instance) if self.travel else state
 
     def take_back(self, states: Sequence[str]) -> None:
-        """For the trainer's reward functions."""
         if self.travel and self.trainer.environments:
             self.trainer.environments = [*map(load, states)]
 
@@ -304,7 +303,6 @@ def _gathered(ended: Future[Any]) -> Any:
 
 
 def _check_travels(content: Any, name: str) -> None:
-    """Responses go from process to process as JSON."""
     try:
         is_kept = json.loads(json.dumps(content)) == content
     except (TypeError, ValueError):

@@ -72,7 +72,6 @@ class RunRecords:
 
     @property
     def has_turns(self) -> bool:
-        """Whether responses could have several turns."""
         return any(record.rollout.turns != TurnsRecord() for record in self.steps)
 
     def setting(self, place: str, default: object = None) -> object:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tlt.apps.page.gather import RunRecords
 from tlt.apps.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
 from tlt.apps.page.turns import describe, own_stretches, show_turns
-from tlt.base.io.files import Record, parse_json, refuse_endless
-from tlt.base.types import Turns, UserError, read_drafts
+from tlt.base.io.files import Record
+from tlt.base.kinds import describe_mistakes
+from tlt.base.types import DraftOutcome, Turns, UserError
 from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.training.saved.responses import kept_by
 
@@ -22,7 +25,45 @@ MAX_FILES = 8
 """Of steps, and of evaluations, each."""
 MAX_RESPONSES = 256
 """Of all runs together."""
-_MOST = 1 << 31
+TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+@dataclass(frozen=True)
+class KeptTurns(Turns):
+    last_turn: str = ""
+
+
+class Kept(BaseModel):
+    """What the page reads of a line of responses/."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    problem_id: str | int
+    sample_index: int
+    policy_step: int
+    prompt_ids: TokenIds
+    token_ids: TokenIds
+    text: str
+    finish_reason: str
+    reward: float | None = None
+    is_solved: bool = False
+    reward_error: str = ""
+    drafts: tuple[DraftOutcome, ...] | None = None
+    turns: KeptTurns | None = None
+
+    @model_validator(mode="after")
+    def _turns_lie_within(self) -> Kept:
+        given = () if self.turns is None else self.turns.given
+        edges = [0, *(place for stretch in given for place in stretch), len(self.token_ids)]
+        if edges != sorted(edges):
+            raise ValueError("turns: given is no list of stretches of the response's tokens")
+        return self
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The policy's own."""
+        given = () if self.turns is None else self.turns.given
+        return len(self.token_ids) - sum(end - first for first, end in given)
 
 
 def spread(items: Sequence[Path], count: int) -> list[Path]:
@@ -71,37 +112,37 @@ class _Reader:
 
     def read(self, line: bytes, path: Path, purpose: str) -> Record:
         try:
-            kept = _checked(parse_json(line.decode()))
-            prompt_ids, tokenizer = kept["prompt_ids"], self.tokenizer
-            prompt = f"{len(prompt_ids)} token ids" if tokenizer is None else tokenizer.decode(prompt_ids)
-            return {
-                "run": self.run.name,
-                "purpose": "held-out" if purpose == "evaluation" else "training",
-                "step": kept["policy_step"] + 1
-                if purpose == "rollout"
-                else int(path.stem.rpartition("-")[2]),
-                "problem": str(kept["problem_id"]),
-                "sample": kept["sample_index"],
-                "reward": kept.get("reward"),
-                "solved": bool(kept.get("is_solved")),
-                "tokens": num_own_tokens(kept),
-                "finish": kept["finish_reason"],
-                "prompt": clip(prompt)[0],
-                "error": kept.get("reward_error", ""),
-                **(self._text(kept) if kept.get("turns") is None else self._turns(kept)),
-            }
-        except (ValueError, KeyError, TypeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            kept = Kept.model_validate_json(line)
+        except ValidationError as error:
+            reason = describe_mistakes(error)
             raise UserError(f"{path}: holds a line that is no response ({reason}); remove the line") from None
+        tokenizer, is_rollout = self.tokenizer, purpose == "rollout"
+        prompt = (
+            f"{len(kept.prompt_ids)} token ids" if tokenizer is None else tokenizer.decode(kept.prompt_ids)
+        )
+        return {
+            "run": self.run.name,
+            "purpose": "training" if is_rollout else "held-out",
+            "step": kept.policy_step + 1 if is_rollout else int(path.stem.rpartition("-")[2]),
+            "problem": str(kept.problem_id),
+            "sample": kept.sample_index,
+            "reward": kept.reward,
+            "solved": kept.is_solved,
+            "tokens": kept.num_own_tokens,
+            "finish": kept.finish_reason,
+            "prompt": clip(prompt)[0],
+            "error": kept.reward_error,
+            **(self._text(kept) if kept.turns is None else self._turns(kept, kept.turns)),
+        }
 
     def missing(self) -> str:
         lacks = [f"; tokens of {num} are not coloured, for {why}" for why, num in self.uncoloured.items()]
         return self.no_tokenizer + "".join(lacks)
 
-    def _text(self, kept: Record) -> Record:
-        text, drafts, pieces = str(kept["text"]), read_drafts(kept.get("drafts")), self._pieces(kept)
+    def _text(self, kept: Kept) -> Record:
+        drafts, pieces = kept.drafts, self._pieces(kept)
         if drafts is None or pieces is None:
-            return {"text": clip(text)[0]}
+            return {"text": clip(kept.text)[0]}
         shown, stretches = clip(pieces, MAX_SHOWN_TOKENS)
         return {
             "text": shown,
@@ -110,29 +151,27 @@ class _Reader:
             "drafted": sum_up(drafts, [len(pieces)], len(pieces)),
         }
 
-    def _turns(self, kept: Record) -> Record:
-        turns, drafts, num_tokens = _read_turns(kept), read_drafts(kept.get("drafts")), len(kept["token_ids"])
-        pieces, last_turn = self._pieces(kept), str(kept["turns"].get("last_turn", ""))
+    def _turns(self, kept: Kept, turns: KeptTurns) -> Record:
+        drafts, pieces, num_tokens = kept.drafts, self._pieces(kept), len(kept.token_ids)
         shown: Record = {
-            "text": clip(str(kept["text"]))[0],
+            "text": clip(kept.text)[0],
             "turns": len(turns.given) + 1,
             "told": describe(turns),
-            "parts": show_turns(turns, last_turn, num_tokens, pieces, drafts or (), self._name_of),
+            "parts": show_turns(turns, turns.last_turn, num_tokens, pieces, drafts or (), self._name_of),
         }
         if drafts is None or pieces is None:
             return shown
         ends = [end for _, end in own_stretches(turns, num_tokens)]
-        return shown | {"drafted": sum_up(drafts, ends, num_own_tokens(kept))}
+        return shown | {"drafted": sum_up(drafts, ends, kept.num_own_tokens)}
 
-    def _pieces(self, kept: Record) -> list[str] | None:
-        """None: the tokens are not coloured."""
-        if kept.get("drafts") is None:
+    def _pieces(self, kept: Kept) -> list[str] | None:
+        if kept.drafts is None:
             self.uncoloured["vLLM on a GPU does not tell who drafted them"] += 1
             return None
         if self.tokenizer is None:
             return None
-        pieces = self.tokenizer.pieces(kept["token_ids"])
-        if "".join(pieces) == kept["text"]:
+        pieces = self.tokenizer.pieces(kept.token_ids)
+        if "".join(pieces) == kept.text:
             return pieces
         self.uncoloured["the tokenizer gives another text"] += 1
         return None
@@ -142,49 +181,6 @@ class _Reader:
         if token_id not in self._names:
             self._names[token_id] = self.tokenizer.name_of(token_id)
         return self._names[token_id]
-
-
-def num_own_tokens(kept: Record) -> int:
-    """The policy's own."""
-    turns = _read_turns(kept)
-    return len(kept["token_ids"]) - sum(end - first for first, end in turns.given)
-
-
-def _read_turns(kept: Record) -> Turns:
-    return Turns.read(kept.get("turns")) or Turns()
-
-
-def _checked(kept: Any) -> Record:
-    if not isinstance(kept, dict):
-        raise TypeError("it is no object")
-    refuse_endless(kept)
-    for name in ("prompt_ids", "token_ids"):
-        if not isinstance(kept[name], list) or not all(type(i) is int and 0 <= i < _MOST for i in kept[name]):
-            raise ValueError(f"{name} is no list of token ids")
-    if type(kept.get("reward")) not in (int, float, type(None)):
-        raise ValueError("reward is no number")
-    if not all(type(kept[name]) is int for name in ("policy_step", "sample_index")):
-        raise ValueError("policy_step or sample_index is no whole number")
-    if not all(isinstance(kept.get(name, ""), str) for name in ("text", "finish_reason", "reward_error")):
-        raise ValueError("text, finish_reason or reward_error is no text")
-    _check_turns(kept)
-    for draft in read_drafts(kept.get("drafts")) or ():
-        counts = draft.place, draft.num_drafted, draft.num_accepted, draft.rejected or 0
-        if not isinstance(draft.drafter, str) or not all(type(n) is int and 0 <= n < _MOST for n in counts):
-            raise ValueError("drafts: a draft is not (place, drafter, drafted, accepted, rejected)")
-    return kept
-
-
-def _check_turns(kept: Record) -> None:
-    turns = _read_turns(kept)
-    edges = [0, *(place for stretch in turns.given for place in stretch), len(kept["token_ids"])]
-    if not all(type(edge) is int for edge in edges) or edges != sorted(edges):
-        raise ValueError("turns: given is no list of stretches of the response's tokens")
-    if not all(isinstance(message, dict) for message in turns.messages):
-        raise ValueError("turns: messages is no list of messages")
-    counts = turns.num_calls, turns.num_errors, turns.num_timeouts
-    if not all(type(count) is int for count in counts) or type(turns.seconds) not in (int, float):
-        raise ValueError("turns: a count of calls, or seconds, is no number")
 
 
 def _find_tokenizer(run: RunRecords) -> tuple[Tokenizer | None, str]:

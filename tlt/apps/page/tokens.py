@@ -65,5 +65,4 @@ def sum_up(drafts: Sequence[DraftOutcome], ends: Sequence[int], num_tokens: int)
 
 
 def _room(draft: DraftOutcome, ends: Sequence[int]) -> int:
-    """Tokens from the draft to the end of its turn."""
     return next((end for end in ends if end > draft.place), draft.place) - draft.place

@@ -90,7 +90,6 @@ def _coloured(
 
 
 def _until(end: int, draft: DraftOutcome) -> DraftOutcome:
-    """Without what was accepted beyond the turn's end."""
     if draft.place + draft.num_accepted < end:
         return draft
     return draft._replace(num_accepted=end - draft.place, rejected=None)

@@ -77,7 +77,6 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
 
 
 def _source(given: Mapping[str, Any]) -> DataSource | None:
-    """None: a task makes the problems."""
     if given.get("task.data") is None:
         return None
     return DataSource(

@@ -94,7 +94,6 @@ def _is_of(policy: Path, digest: str) -> bool:
 
 
 def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) -> None:
-    """As at the run's end: adapters are merged."""
     dtype, saved = master_dtype(config), SavedTensors(path, manifest, "policy.")
     model = open_start(config, dtype)
     policy: Mapping[str, Tensor] = saved

@@ -138,8 +138,7 @@ class AlgorithmSection(Section):
         return self
 
     def resolve(self, max_tokens: int) -> Algorithm:
-        """Returns the algorithm for responses of at most `max_tokens`, with the choices that the keys
-        change."""
+        """max_tokens: of the longest response."""
         published = ALGORITHMS[self.name]
         buffer = published.overlong_buffer_tokens * max_tokens // published.max_tokens
         given: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(Algorithm)}

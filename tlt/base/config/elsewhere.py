@@ -28,7 +28,6 @@ TRAINERS = {"trl": "TRL", "verl": "verl", "prime_rl": "prime-rl", "openrlhf": "O
 
 @functools.cache
 def known_keys() -> tuple[Known, ...]:
-    """Returns the table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return tuple(Known(ours, **names) for ours, names in table.items())
 
@@ -49,8 +48,9 @@ class Meant:
 
 
 def find_elsewhere(given: str) -> Meant | None:
-    """Returns what a name means in another trainer: `max_steps`, `actor_rollout_ref.rollout.n`, or an end of
-    it, `rollout.n` before `n`. None: no trainer has it."""
+    """What a name means in another trainer: `max_steps`, `actor_rollout_ref.rollout.n`, or an end of it,
+    `rollout.n` before `n`. None: no trainer has it.
+    """
     wanted = given.replace("-", "_")
     found = [
         (rank, trainer, name, known)

@@ -57,13 +57,10 @@ _DEEP_KEY = re.compile(
 def load_config(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Returns the configuration in `source`, with `overrides` on top.
+    """Returns the configuration in `source`, with `overrides` on top. Raises UserError for any mistake.
 
     source: a TOML file, the config.json of a run, a recipe's name such as "countdown", or a dict of sections.
     overrides: words of a command line, `--section.key value`, or {"section.key": value}.
-
-    Raises UserError for a file that is missing or no TOML, an unknown key (and suggests the nearest), a value
-    of the wrong type or out of range, an override without a value, and an input that does not exist.
     """
     if not isinstance(source, str | Path | Mapping):
         raise UserError(
@@ -92,11 +89,10 @@ def load_config(
 
 
 def load_environment(source: Path, place: str) -> EnvironmentSection:
-    """Returns the section [environment] of a configuration, whose other sections are not read.
+    """The section [environment] alone; the other sections are not read. Raises UserError, beginning with
+    `place`, where nothing in it answers.
 
     source: a TOML file, a recipe's name, or the folder of a run.
-
-    Raises UserError, beginning with `place`, where nothing in it answers.
     """
     path = source / "config.json" if source.is_dir() else find_config(source)
     values = _read_file(path)
@@ -178,7 +174,6 @@ def _find(text: str, folder: Path) -> Path | None:
 
 
 def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
-    """FILE.py:object is an input as any other."""
     names = ("task", "rewards", "tracking", "environment")
     task, rewards, tracking, environment = (_table(values, section) for section in names)
     options, factories = _table(task, "options"), _table(environment, "factories")
@@ -193,7 +188,6 @@ def _resolve_code(values: Mapping[str, Any], folder: Path) -> None:
 
 
 def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Empty: there is none."""
     found = values.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -211,7 +205,7 @@ def _with_paths(named: Any, folder: Path) -> Any:
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
-    """Refuses inputs that do not exist now, not after the ranks have started."""
+    """Now, not after the ranks have started."""
     for section, key in _PATH_KEYS:
         path: Path | None = getattr(getattr(config, section), key)
         is_model = key != "data"
@@ -257,8 +251,7 @@ def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Overrid
 
 
 def is_own(overrides: Sequence[str]) -> bool:
-    """Returns whether the overrides name a model, and data or a task: all that `tlt train` needs without
-    a configuration."""
+    """Whether the overrides name a model, and data or a task: `tlt train` needs no configuration then."""
     names = {override.keys for override in read_overrides(overrides)}
     return ("model", "path") in names and bool({("task", "data"), ("task", "name")} & names)
 
@@ -281,8 +274,9 @@ def _read_override(place: str, name: str, value: Any) -> Override:
 
 
 def _parse_value(keys: Keys, text: str) -> Any:
-    """Returns an override's value. Text stays text where the key takes text or a path; elsewhere it is read
-    as in TOML, or as the JSON object that `tlt task --options` takes. `none` unsets an optional key."""
+    """Text stays text where the key takes text or a path; elsewhere it is read as in TOML, or as the JSON
+    object that `tlt task --options` takes. `none` unsets an optional key.
+    """
     accepted = set(_accepted_types(keys))
     if "null" in accepted and text.lower() == "none":
         return None
@@ -299,7 +293,7 @@ def _parse_value(keys: Keys, text: str) -> Any:
 
 
 def _accepted_types(keys: Keys) -> Iterable[str]:
-    """Yields JSON types, or "path"; none for an unknown key and a task's own options."""
+    """JSON types, or "path"; none for an unknown key and a task's own options."""
     if keys[0] not in Config.model_fields or len(keys) != 2:
         return
     described = section_of(Config, keys[0]).model_json_schema()["properties"].get(keys[1], {})

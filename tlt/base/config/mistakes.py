@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def mistake(message: str) -> PydanticCustomError:
-    """Returns a validator's error, whose message ends the line `place: section.key is value; <message>`."""
+    """A validator's error, whose message ends the line `place: section.key is value; <message>`."""
     return PydanticCustomError("mistake", "{message}", {"message": message})
 
 
@@ -41,8 +41,7 @@ def validate(model: type[Model], values: Any, file: str, places: Mapping[Keys, s
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that was probably meant, of equally near ones the first; None: nothing is
-    near."""
+    """The known word that was probably meant, of equally near ones the first; None: nothing is near."""
     ratios = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
     best = max(ratios, key=lambda name: ratios[name], default=None)
     return best if best is not None and ratios[best] >= 0.5 else None
@@ -107,7 +106,6 @@ def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str 
 
 
 def _sections(model: type[BaseModel]) -> list[str]:
-    """Empty for a section itself."""
     fields = ((name, field.annotation) for name, field in model.model_fields.items())
     return [name for name, kind in fields if isinstance(kind, type) and issubclass(kind, BaseModel)]
 

@@ -39,6 +39,5 @@ class SamplingSection(LawSection):
     '[151643]'."""
 
     def params(self, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """Returns the sampling law with this seed, for a model with these stop tokens."""
         law = {name: getattr(self, name) for name in SamplingSection.model_fields}
         return SamplingParams(**law | {"stop_ids": tuple(sorted({*stop_ids, *self.stop_ids}))}, seed=seed)

@@ -235,7 +235,6 @@ class EvaluationSection(Section):
 
     @property
     def num_samples(self) -> int:
-        """Responses that are drawn of each problem."""
         return self.samples_per_problem if self.temperature else 1
 
 
@@ -278,7 +277,6 @@ class Config(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields what is wrong and the remedy for every two keys that contradict each other."""
         rollout, task, evaluation = self.rollout, self.task, self.evaluation
         has_drafter, speculation = self.drafter.path is not None, rollout.speculation
         if self.drafter.train and not has_drafter:
@@ -328,12 +326,12 @@ class Config(Section):
             yield f"{what} but sampling.max_tokens only {limit}: lower it"
 
     def to_json(self) -> str:
-        """Returns the resolved configuration with every default, as `Config.from_json` reads it."""
+        """With every default resolved, for `from_json`."""
         return self.model_dump_json(indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str, place: str = "config.json") -> Config:
-        """Returns the configuration that `to_json` has written. Raises UserError for anything else."""
+        """Raises UserError for anything that `to_json` has not written."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:

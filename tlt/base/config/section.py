@@ -34,15 +34,13 @@ Day = Annotated[str, BeforeValidator(_read_day)]
 
 
 def split_words(value: Any) -> Any:
-    """Returns the words of a text with commas between them, and a number as a list of one; anything else
-    stays as it is."""
+    """A text's words between commas, and a number as a list of one; anything else stays as it is."""
     if isinstance(value, int | float):
         return [value]
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 def takes_a_path(annotation: Any) -> bool:
-    """Returns whether a path is among the values of a type."""
     return annotation is Path or any(map(takes_a_path, get_args(annotation)))
 
 

@@ -87,7 +87,6 @@ def _read(source: DataSource) -> Records:
 
 
 def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
-    """Parses train[:-64], as `datasets` does."""
     name, bracket, _ = (source.split or "").partition("[")
     if not bracket:
         return source.split, slice(None)

@@ -7,7 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,14 @@ def _declared() -> list[str]:
     extras = project["optional-dependencies"].items()
     optional = (f"{one}; extra == '{extra}'" for extra, some in extras for one in some)
     return [*project["dependencies"], *optional]
+
+
+def version_of(package: str) -> str | None:
+    """None: not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def how_to_install(extra: str) -> str:

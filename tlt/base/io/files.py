@@ -321,5 +321,4 @@ def get_id(place: str, record: Record, default: str | None = None) -> str:
 
 
 def line_number(place: str) -> str:
-    """The id of a problem without problem_id."""
     return place.rpartition(":")[2]

@@ -114,7 +114,7 @@ def pin_model(name: Path) -> Repository | None:
 
 
 def pin_dataset(name: str | Path) -> Repository | None:
-    """The dataset at its present commit; None: `name` is a path."""
+    """As `pin_model`."""
     repository = _find(name)
     if repository is None or repository.is_pinned:
         return repository

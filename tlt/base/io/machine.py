@@ -11,13 +11,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
 
-from tlt.base.io.extras import PURPOSES, how_to_install, needed_by
+from tlt.base.io.extras import PURPOSES, how_to_install, needed_by, version_of
 
 State = Literal["ok", "note", "missing", "broken"]
 COMPILERS = ("cc", "gcc", "clang", "g++", "nvcc")
@@ -81,19 +80,12 @@ def read_facts(cpu_cores: int, memory_bytes: int) -> Facts:
         torch_error=fault,
         has_driver=_DRIVER.exists(),
         compilers={name: path for name in COMPILERS if (path := _find_compiler(name))},
-        packages={name: _installed(name) for name in sorted(names)},
+        packages={name: version_of(name) for name in sorted(names)},
     )
 
 
 def _find_compiler(name: str) -> str | None:
     return shutil.which(os.environ.get("CC") or name) if name == "cc" else shutil.which(name)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def diagnose(facts: Facts) -> list[Finding]:

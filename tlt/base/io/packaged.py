@@ -40,7 +40,6 @@ class PackagedModel:
 
 
 def _numbered(project: str, version: str, num: int) -> tuple[tuple[str, str], ...]:
-    """The wheels project1, project2, … with a part each."""
     module = project.replace("-", "_")
     numbers = range(1, num + 1)
     return tuple((f"{project}{n}=={version}", f"{module}{n}/data/part{n:02d}.bin") for n in numbers)

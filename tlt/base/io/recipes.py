@@ -64,7 +64,7 @@ def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | N
     bring_model: writes a model into the given folder, which the copied configurations then name instead of
         the hub's. None: they keep the recipe's model.
 
-    Raises UserError for an unknown name and for a folder that is not empty or cannot be written.
+    Raises UserError.
     """
     config = find_recipe(name)
     check_free(folder)
@@ -87,7 +87,6 @@ def check_free(folder: Path) -> None:
 
 
 def _with_own_model(text: str) -> str:
-    """Replaces the hub's model by the recipe's own, comments kept."""
     named, own = (json.dumps(path) for path in (tomllib.loads(text)["model"]["path"], MODEL))
     assert text.count(named) == 1, f"{named} must stand in the configuration once, as model.path"
     return text.replace(named, own)

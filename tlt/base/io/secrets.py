@@ -54,7 +54,6 @@ def holds_credential(text: str, environ: Mapping[str, str] = os.environ) -> bool
 
 
 def _values(environ: Mapping[str, str]) -> Iterator[str]:
-    """The path of a credential file is no credential."""
     for name, value in environ.items():
         is_secret = _IS_SECRET.search(name) and len(value) >= _SHORTEST
         looks_secret = _MAY_BE_SECRET.search(name) and _RANDOM.fullmatch(value)

@@ -139,10 +139,3 @@ def open_standard_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-def forget_odd_sizes() -> None:
-    """rich, which draws all tables, fails on a terminal size that is no number, such as ²."""
-    for name in ("COLUMNS", "LINES"):
-        if not os.environ.get(name, "0").isdecimal():
-            del os.environ[name]

@@ -146,7 +146,6 @@ class Link:
         return self.call("tlt_record", records)[0] or []
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every worker (worker.py)."""
         with self._naming_dead_workers():
             return self._llm.collective_rpc(name, args=arguments)
 

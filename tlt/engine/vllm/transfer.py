@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.text import one_line
 from tlt.base.types import UserError
-from tlt.engine.vllm.inside.digest import digest_tensors
+from tlt.models.hf.weights import content_hash
 
 Way = Literal["direct", "host", "ipc"]
 
@@ -80,15 +80,15 @@ class ThroughHost(Direct):
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
             save_file(tensors, file.name)
             arrived = self.call("tlt_part", is_drafter, file.name)
-        if any(found != digest_tensors(tensors) for found in arrived):
+        if any(found != content_hash(tensors) for found in arrived):
             raise RuntimeError("vllm: weights have arrived damaged in a worker")
 
 
 class SharedGpu:
     """vLLM's one worker reads this process's GPU memory (CUDA IPC).
 
-    It shares copies, which nobody writes to. Each is kept as long as vLLM may read it: until the call
-    returns, or until the update ends where vLLM has buffered some of a part for an incomplete layer.
+    It reads copies, kept until the call returns, or until the update ends where vLLM has buffered some of a
+    part for an incomplete layer.
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class SharedGpu:
         except RuntimeError as error:
             said = one_line(error, 300)
             raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host") from error
-        if arrived != [digest_tensors(copies)]:
+        if arrived != [content_hash(copies)]:
             said = "other values arrive than were sent"
             raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host")
 

@@ -39,7 +39,6 @@ class Weights:
             raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allowed while requests run."""
         with self._loading(is_drafter=True) as load:
             load(tensors)
 

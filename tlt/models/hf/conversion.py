@@ -35,7 +35,6 @@ class SameNames:
     """The conversion of our own decoder: none."""
 
     def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
-        """By name in the module."""
         return {name: Sources((name,), (None,)) for name in stored}
 
     def to_module(self, name: str, sources: Sources, read: Callable[[str], Tensor]) -> Tensor:

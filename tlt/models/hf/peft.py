@@ -195,7 +195,6 @@ def read_adapter(path: Path, config: ModelConfig) -> Adapter:
 
 
 def _shapes_of_experts(config: ModelConfig, rank: int, paths: Iterable[str]) -> dict[str, torch.Size]:
-    """Of those that are the model's."""
     fused = {name: torch.empty(shape, device="meta") for name, shape in expected_shapes(config).items()}
     matrices = conversion_of(config).to_checkpoint(fused)
     found = {}
@@ -207,7 +206,6 @@ def _shapes_of_experts(config: ModelConfig, rank: int, paths: Iterable[str]) -> 
 
 
 def _targets(matrices: set[str], said: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """matrices: by PEFT's names."""
     kinds, experts = {name.rpartition(".")[2] for name in matrices}, kinds_of_experts(config)
     wrapped = kinds & {"base_layer", *(kind.partition(".")[0] for kind in experts)}
     if "base_layer" not in wrapped:  # one tensor of the experts alone

@@ -59,8 +59,8 @@ class Tokenizer:
         day: date | None = None,
         key: str = "messages",
     ) -> tuple[int, ...]:
-        """Up to where the assistant goes on: in a new turn, or in the last message if it is the
-        assistant's. UserError if the template drops a text or opens no turn.
+        """Up to where the assistant goes on: in a new turn, or in its own last message. UserError if the
+        template drops a text or opens no turn.
 
         variables, day: see `Chat`. key: the row's column, for errors.
         """

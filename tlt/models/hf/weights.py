@@ -268,9 +268,9 @@ def save_model(
     """Writes a checkpoint for `load_tensors` and transformers, whole or not at all. One writer at a time.
 
     tensors: a lazy mapping is read one shard at a time.
-    source: the original checkpoint, whose tokenizer, chat template and generation config are copied, and
-        whose config.json is kept but for what has changed; None: nothing is copied.
-    extra: adds keys to config.json.
+    source: the original checkpoint: its tokenizer, chat template, generation config, and what has not changed
+        of its config.json, are copied; None: nothing is.
+    extra: further keys of config.json.
 
     UserError for a folder that holds anything but a checkpoint, and for weights that are not finite.
     """

@@ -153,7 +153,6 @@ class RewardPool:
             self._queue(Job(tuple(group), Call(responses, True)))
 
     def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
-        """Forgets responses that are scored elsewhere."""
         for response_id in response_ids:
             del self._pending[response_id]
 

@@ -157,7 +157,7 @@ class Scorer:
         return bool(self.functions)
 
     def check(self, problem: Mapping[str, Any]) -> None:
-        """Raises UserError for an argument that this problem does not offer."""
+        """Raises UserError for an argument that the problem lacks."""
         offered = _offer([Completion(dict(problem), "")], {})
         offered |= {"environments": [None]} if self.reads_environments else {}
         for function in self.functions:
@@ -378,7 +378,6 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _short_names(functions: Iterable[str]) -> dict[str, str]:
-    """Adds the module where two names are equal."""
     short = {function: function.rpartition(":")[2] for function in functions}
     counts = Counter([OWN_SCORE, *short.values()])
     return {function: name if counts[name] == 1 else function for function, name in short.items()}

@@ -72,7 +72,6 @@ class RunModels:
 def build_models(
     config: Config, model: Model, world: World, timeline: Timeline, longest_prompt: int
 ) -> RunModels:
-    """longest_prompt: in tokens."""
     stored = load_stored_drafter(drafter_folder(config), model)
     window = longest_prompt + config.sampling.max_tokens
     settings = replace(engine_settings(config, world.device), window=window)

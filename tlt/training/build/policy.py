@@ -72,7 +72,6 @@ def _load(target: Target, policy: Policy) -> None:
 
 
 def _copy_of_start(config: Config, model: Model, like: Target) -> Target:
-    """The initial policy, with its adapter merged."""
     policy = build_policy(plan_policy(config, model.config), model, like.device, config.run.seed)
     target = new_target(model.config, like.dtype, like.device, equal_rows=True)
     _load(target, policy)

@@ -115,7 +115,7 @@ def describe_overlap(
 
 
 def _row_of(problem: Problem) -> Hashable:
-    """The prompt and the row without its name; of a row that has nothing else, the name."""
+    """The row without its name; of a row that has nothing else, the name."""
     columns = {
         name: value for name, value in problem.data.items() if name not in ("problem_id", "in_thought")
     }

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from tlt.base.types import UserError
 
@@ -21,19 +20,15 @@ SECRET = "TLT_SECRET"
 """The variable for `Place.secret`."""
 LISTENING = "TLT_LISTENING"
 """The variable for `Place.listening`."""
-MAX_HOSTS = 2**16
-"""Slurm's most nodes; a longer list is not expanded in memory."""
-
-_RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
 
 
 @dataclass(frozen=True)
 class Place:
-    """is_server: whether this process serves master_port; otherwise the launcher does.
-    listening: file descriptor of that port where the launcher has opened it for this process.
-    has_own_gpu: whether the launcher shows each rank its own GPU alone.
-    is_restart: whether the launcher has started these ranks before.
-    secret: prefix of the ranks' part of the store, unknown to other users; empty: no prefix.
+    """is_server: this process serves master_port; else the launcher does.
+    listening: file descriptor of that port, if the launcher has opened it for this process.
+    has_own_gpu: each rank sees its own GPU alone.
+    is_restart: the launcher has started these ranks before.
+    secret: prefix of the ranks' part of the store, unknown to other users; empty: none.
     """
 
     rank: int
@@ -139,31 +134,29 @@ def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> 
 
 
 def _as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would set. A step's own go before the job's."""
+    """A step's own variables go before the job's."""
     num_tasks = _slurm_num_tasks(environ)
     nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
-    hosts = expand_hosts(next(filter(None, nodes), ""))
-    if not hosts:
-        raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
+    host = _first_host(next(filter(None, nodes), ""))
     step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = 15000 + step % 10000  # below the ports that systems assign themselves
     return {
         "RANK": str(_slurm_number(environ, "SLURM_PROCID")),
         "WORLD_SIZE": str(num_tasks),
         "LOCAL_RANK": str(_slurm_number(environ, "SLURM_LOCALID")),
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, num_tasks, len(hosts))),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or hosts[0],
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, num_tasks)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or host,
         "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
         # srun --gpus-per-task=1
         "TLT_OWN_GPU": str(int("," not in environ.get("CUDA_VISIBLE_DEVICES", ","))),
     }
 
 
-def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
+def _tasks_here(environ: Mapping[str, str], num_tasks: int) -> int:
     """Reads "4(x2),3" as 4, 4 and 3 tasks on three machines."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
-        return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
+        return -(-num_tasks // max(_slurm_number(environ, "SLURM_NNODES", default=1), 1))
     counts: list[int] = []
     for number, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text):
         counts += [int(number)] * min(int(times or 1), num_tasks + 1)  # more machines than tasks cannot be
@@ -176,26 +169,9 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
     return counts[node]
 
 
-def expand_hosts(nodelist: str) -> list[str]:
-    """Expands Slurm's "gpu[01-03,7],login" to gpu01, gpu02, gpu03, gpu7 and login. Raises UserError for a
-    list that Slurm would not write."""
-    item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
-    if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
+def _first_host(nodelist: str) -> str:
+    """Reads "gpu[01-03,7],login" as gpu01."""
+    first = re.match(r"((?:[^,\[\]\s]|\[[0-9]+[0-9,-]*\])+)(?:,|$)", nodelist)
+    if first is None:
         raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")
-    hosts: list[str] = []
-    for name in re.findall(item, nodelist):
-        names = [""]
-        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", name):
-            endings = [text] if text else [number for part in numbers.split(",") for number in _numbers(part)]
-            names = list(islice((first + ending for first in names for ending in endings), MAX_HOSTS + 1))
-        hosts += names
-        if not names or len(hosts) > MAX_HOSTS:
-            what = "a range without a host" if not names else f"more than {MAX_HOSTS} hosts"
-            raise UserError(f"SLURM_NODELIST: {nodelist!r} has {what}; start the ranks with srun")
-    return hosts
-
-
-def _numbers(part: str) -> list[str]:
-    first, _, last = part.partition("-")
-    numbers = range(int(first), int(last or first) + 1)
-    return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[1])

@@ -151,10 +151,10 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
 def listen_as_rank(stop: StopRequest, launcher: int) -> None:
     """Hears signals and notices the launcher's death, in a thread.
 
-    The rank inherits blocked signals (see `Supervisor`), and they stay blocked: the thread hears them even
-    while the main thread waits in a collective.
+    The rank inherits blocked signals (see `Supervisor`) and keeps them blocked: the thread hears them while
+    the main thread waits in a collective, too.
 
-    launcher: its process id, from the launcher itself; after its death the parent is another.
+    launcher: its process id; after its death the parent is another.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:

@@ -188,8 +188,6 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
 
 
 def _start_looking(watch: Watch, name: str, look: Callable[[], bool]) -> None:
-    """Calls `look` every second until it returns False, the process leaves, or the store is gone."""
-
     def run() -> None:
         with contextlib.suppress(RuntimeError):
             while not watch.has_left.wait(_WATCH_SECONDS) and look():

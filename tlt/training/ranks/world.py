@@ -107,7 +107,7 @@ def init_process_group_from_env(
     group_of_one: bool = False,
 ) -> World:
     """Joins the ranks that the environment names (place.py); without any, a world of one without a process
-    group. With a GPU both gloo and NCCL are set up, and objects travel over gloo.
+    group. A GPU gets gloo and NCCL; objects travel over gloo.
 
     group_of_one: gives a process that is alone a group, which FSDP needs.
     """
@@ -163,8 +163,8 @@ def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SE
 
 def shutdown(world: World) -> None:
     """Call it on all ranks together. Drop models, optimizers and work queues first: objects that refer to the
-    group when the interpreter shuts down make gloo abort (in 30 % of runs without the barrier and the
-    collection)."""
+    group at the interpreter's end make gloo abort (in 30 % of runs without barrier and collection).
+    """
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -216,10 +216,9 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
     """Replaces each tensor by sum(weight × tensor) / sum(weight) over the ranks, in place. Returns the total
     weight; at 0 nothing changes.
 
-    A rank of weight 0 contributes nothing, not even its NaNs. A rank that has all the weight passes its
-    tensors on bit for bit, because weights are normalized first. The tensors travel as one flat bucket, in
-    float64 if any is float64, else in float32. They may lie on several devices (AdamW counts its steps on the
-    CPU).
+    A rank of weight 0 adds nothing, not even its NaNs; a rank with all the weight passes its tensors on bit
+    for bit, because weights are normalized first. They travel as one flat bucket, in float64 if any is
+    float64, else in float32, and may lie on several devices (AdamW counts its steps on the CPU).
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"

@@ -128,7 +128,7 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Removes the live lines. Printing still works."""
+        """Printing still works afterwards."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -6,13 +6,13 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tlt import __version__
+from tlt.base.io.extras import version_of
 from tlt.base.io.files import Record, parse_json, read_appended, write_jsonl
 
 FILE = "environment.jsonl"
@@ -57,14 +57,7 @@ def _of_this_process() -> Record:
     found = environment()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found |= {"memory": f"{memory / 2**30:.0f} GiB", "system": f"{platform.system()} {platform.machine()}"}
-    return found | {name: number for name in PACKAGES if (number := _version_of(name)) is not None}
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return found | {name: number for name in PACKAGES if (number := version_of(name)) is not None}
 
 
 def _git(*words: str) -> str:

@@ -27,8 +27,8 @@ REFRESHES_PER_SECOND = 2
 
 class LiveLines(Progress):
     """what: work other than generating a step's responses.
-    num_steps: of the whole run; None: no bar.
-    stopping: said once the user has asked the run to stop."""
+    num_steps, stopping: see `Console`.
+    """
 
     def __init__(
         self, console: rich.console.Console, num_steps: int | None, stopping: Callable[[], str] = str

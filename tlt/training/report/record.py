@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_atomically
+from tlt.base.kinds import describe_mistakes
 from tlt.base.records import (
     NAN,
     DrafterCheck,
@@ -68,8 +69,7 @@ class StepRecord:
         try:
             record = _STEP_RECORD.validate_python(_nan_for_null(values))
         except ValidationError as error:
-            wrong = [(".".join(map(str, one["loc"])) or "line", one["msg"]) for one in error.errors()]
-            raise ValueError("; ".join(f"{place}: {message}" for place, message in wrong)) from None
+            raise ValueError(describe_mistakes(error)) from None
         if record.step < 0 or not record.step_seconds >= 0 or not 0 <= record.finished_at < _YEAR_10_000:
             raise ValueError("step, step_seconds or finished_at: no number of a step, seconds or time")
         return record
@@ -98,7 +98,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _nan_for_null(value: Any) -> Any:
-    """Changes `value` in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for place, item in items:
         value[place] = _nan_for_null(item)
@@ -156,10 +155,10 @@ def paired_sign_flip_test(
 ) -> float:
     """Returns the p value of the null hypothesis that training changed nothing, from pairs of scores.
 
-    Under the null each after - before has either sign with equal probability. p: the share of sign
-    patterns whose mean is at least the observed one (one-sided). Exact, over 2^n patterns of n nonzero
-    differences, where these are at most `num_permutations`; else from as many random patterns and the
-    observed one (p is never 0; Phipson & Smyth 2010).
+    Under the null each after - before has either sign with equal probability; p is the share of sign
+    patterns with at least the observed mean (one-sided). Exact, over 2^n patterns of n nonzero differences,
+    up to `num_permutations`; else as many random patterns and the observed one (Phipson & Smyth 2010: p is
+    never 0).
     """
     if len(before) != len(after):
         counts = f"{len(before)} scores before and {len(after)} after"

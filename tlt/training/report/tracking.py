@@ -92,7 +92,6 @@ class Tracking:
         self._feeds, self._finish_seconds = feeds, finish_seconds
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Returns at once."""
         for feed in self._feeds:
             feed.put(Point(step, values))
 
@@ -181,7 +180,6 @@ class _Feed(threading.Thread):
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
     def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
-        """A failure is said once."""
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:

@@ -204,7 +204,7 @@ def _write_share(
 
 
 def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Manifest:
-    """Writes the manifest, then renames the folder. Rank 0 calls it."""
+    """Rank 0 calls it."""
     if failure := next((report.failure for report in reports if report.failure), ""):
         raise OSError(failure)
     files = {name: FileDigest(*digest) for report in reports for name, digest in report.files.items()}

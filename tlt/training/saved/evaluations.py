@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_jsonl
+from tlt.base.kinds import describe_mistakes
 from tlt.base.types import Reward
 from tlt.tasks.rewards.pool import summarize
 from tlt.tasks.rewards.scoring import OWN_SCORE
@@ -183,7 +184,10 @@ def parse_evaluation(line: str) -> Evaluation:
     """Raises ValueError."""
     values = parse_json(line)
     refuse_endless(values)
-    found = _EVALUATION.validate_python(values)
+    try:
+        found = _EVALUATION.validate_python(values)
+    except ValidationError as error:
+        raise ValueError(describe_mistakes(error)) from None
     if found.by_problem.keys() != found.reward_by_problem.keys():
         raise ValueError("by_problem and reward_by_problem are not of the same problems")
     return found

@@ -198,7 +198,6 @@ def files_of(config: Config) -> dict[str, Path]:
 
 
 def _names_of(config: Config) -> Iterator[str]:
-    """Includes a mixture's parts."""
     yield config.task.name
     yield from config.rewards.functions
     environment = config.environment

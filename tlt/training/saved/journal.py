@@ -173,7 +173,6 @@ class FileJournal(Journal):
         return file
 
     def _follow_checkpoint(self) -> None:
-        """Begins a new folder, and removes folders before the previous checkpoint's."""
         if (now := self._saved()) == self._base:
             return
         self.close()

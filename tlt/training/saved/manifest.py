@@ -132,7 +132,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """Finds faults that a right digest does not exclude; empty: none."""
+    """Faults that a right digest does not exclude; empty: none."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
     of_ranks = {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)}

@@ -76,7 +76,6 @@ class KeptResponses:
 
     @cached_property
     def _sizes(self) -> dict[Purpose, dict[Path, int]]:
-        """Bytes by file, oldest first."""
         sizes = {
             purpose: {path: path.stat().st_size for path in kept_by(self.run, purpose)}
             for purpose in _PURPOSES
@@ -96,7 +95,6 @@ class KeptResponses:
         self._make_room(path)
 
     def _make_room(self, latest: Path) -> None:
-        """The oldest steps go first, then the oldest evaluations."""
         while self._num_bytes > self.gib * 2**30:
             older = (sizes for sizes in self._sizes.values() if next(iter(sizes), latest) != latest)
             if (sizes := next(older, None)) is None:

@@ -148,7 +148,6 @@ def refuse_begun(folder: Path) -> None:
 
 
 def _describes_run(config: Path) -> bool:
-    """A model's config.json has no sections."""
     with contextlib.suppress(OSError, ValueError):
         sections = parse_json(read_file(config).decode())
         return isinstance(sections, dict) and {"run", "model", "task"} <= sections.keys()

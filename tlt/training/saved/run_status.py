@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from tlt.base.io.files import parse_json, read_appended, read_file, refuse_endless
+from tlt.base.io.files import parse_json, read_file
 from tlt.base.io.text import quoted
 from tlt.base.types import UserError
 from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.saved.evaluations import Evaluation, read_evaluations
 
 State = Literal["running", "finished", "stopped"]
 NUM_RECENT = 5
@@ -23,13 +24,9 @@ _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands.
-
-    process: holds the folder's lock; None: none does, or it is on another machine.
+    """process: holds the folder's lock; None: none does, or it is on another machine.
     written_at: Unix time of the latest change of a file.
     step: updates done, by metrics.jsonl.
-    recent: the latest steps.
-    evaluations: lines of evaluations.jsonl.
     checkpoint: the newest's step.
     has_journal: responses of unfinished steps are kept.
     failures: (time, cause) of each restart.
@@ -42,7 +39,7 @@ class RunStatus:
     step: int
     num_steps: int
     recent: Sequence[StepRecord]
-    evaluations: Sequence[dict[str, Any]]
+    evaluations: Sequence[Evaluation]
     checkpoint: int | None
     has_journal: bool
     failures: Sequence[tuple[str, str]]
@@ -82,7 +79,7 @@ def read_status(folder: Path) -> RunStatus:
     records = read_metrics(metrics) if metrics.exists() else []
     names = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/*"))
     steps = [int(found[1]) for found in names if found]
-    evaluations = read_appended(folder / "evaluations.jsonl", _parse_evaluation, "evaluation")
+    evaluations = read_evaluations(folder / "evaluations.jsonl")
     step = records[-1].step if records else 0
     state: State = "running" if is_locked(folder) else "stopped"
     if state == "stopped" and _is_finished(folder, num_steps, step, evaluations):
@@ -116,16 +113,6 @@ def _num_steps(folder: Path) -> int:
             f"{folder}/config.json: cannot be read ({error!r}); bring the run's file back"
         ) from None
     return num_steps
-
-
-def _parse_evaluation(line: str) -> dict[str, Any]:
-    values = parse_json(line)
-    refuse_endless(values)
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
-        raise ValueError("it has no step")
-    if any(type(values.get(name)) not in (int, float, type(None)) for name in ("solve_rate", "reward")):
-        raise ValueError("solve_rate or reward is no number")
-    return values
 
 
 def _is_finished(folder: Path, num_steps: int, step: int, evaluations: Sequence[object]) -> bool:

@@ -323,7 +323,6 @@ class PolicyTrainer:
         return Totals(*sums.tolist())
 
     def _reduce(self, totals: Totals) -> Totals:
-        """The same on all ranks to the last bit."""
         self.gradients.reduce()
         if self.group is None:
             return totals
@@ -336,7 +335,6 @@ class PolicyTrainer:
         return reduced
 
     def _optimizer_step(self, loss: float, step: int, largest_reward: float) -> float:
-        """Returns the gradient's norm before clipping."""
         grad_norm = self.gradients.norm()
         check_loss(loss, grad_norm, step, largest_reward)
         if grad_norm > self.optimizer_section.clip_grad_norm:

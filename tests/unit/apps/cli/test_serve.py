@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.apps.cli.parts import fail
-from tests.unit.engine.vllm.test_server import COUNTDOWN, elsewhere, have, value
+from tests.unit.engine.vllm.test_server import COUNTDOWN, have, value
 from tests.unit.training.test_evaluated_runs import Judge, base, judges, make_config
 from tlt.apps.cli import main as cli
 from tlt.base.clock import Moment
@@ -181,12 +181,3 @@ def test_without_vllm_one_line_says_how_to_get_it(
     said = fail(capsys, "serve", str(COUNTDOWN / "base"))
     assert said.startswith("vllm: is not installed here; pip install")
     assert "docs/endpoint.md" in said
-
-
-def test_the_vllm_on_path_of_another_environment_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    elsewhere(tmp_path, monkeypatch, "{python}", vllm="0.32.0")
-    assert cli.main(["serve", str(COUNTDOWN / "base"), "--print"]) == 0
-    words = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
-    assert words[:3] == [str(tmp_path / "vllm"), "serve", str(COUNTDOWN / "base")]

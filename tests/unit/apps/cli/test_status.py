@@ -17,7 +17,7 @@ def test_the_command_gives_a_record_and_a_summary(here: Path, capsys: pytest.Cap
     found = succeed(capsys, "status", "run")
     assert (found["state"], found["step"], found["num_steps"], found["checkpoint"]) == ("stopped", 7, 10, 5)
     assert [line["step"] for line in found["last_steps"]] == [3, 4, 5, 6, 7]
-    assert found["held_out"] == [{"step": 0, "solve_rate": 0.25, "reward": None}]
+    assert found["held_out"] == [{"step": 0, "solve_rate": 0.25, "reward": 0.25}]
     assert summarize(found).headline == "stopped: step 7 of 10"
 
 

@@ -251,6 +251,6 @@ def test_the_law_is_that_of_the_trainers_arguments(tmp_path: Path) -> None:
 
 
 def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "version", lambda name: "1.17.2")
+    monkeypatch.setattr(integration, "version_of", lambda name: "1.17.2")
     with pytest.raises(UserError, match=r"trl: 1.17.2 is installed.*pip install 'trl"):
         TLTRollout()

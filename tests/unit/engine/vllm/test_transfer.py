@@ -15,7 +15,7 @@ from tests.refused import refused
 from tests.vllm import pretend_gpu
 from tlt.base.config.vllm import VllmSection
 from tlt.engine.vllm import transfer
-from tlt.engine.vllm.inside.digest import digest_tensors
+from tlt.models.hf.weights import content_hash
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ class PretendWorker:
 
     def reduce(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
         self.shared.add(tensor)
-        self.answer = digest_tensors({"tried": tensor})
+        self.answer = content_hash({"tried": tensor})
         return None, (tensor.data_ptr(),)
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:

@@ -177,7 +177,7 @@ def test_no_learned_drafter_drafts_for_it(latent: Path) -> None:
 def test_training_it_is_refused_before_anything_starts(
     changes: dict[str, Any], latent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(release, "version_of", lambda name: "0.32.0")
     config = load_config(RECIPE, {"model.path": str(latent), "rollout.engine": "vllm", **changes})
     with refused("model_type is 'deepseek_v3'; it was not compared") as refusal:
         start.preflight(config)

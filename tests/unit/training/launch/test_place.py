@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tlt.base.types import UserError
-from tlt.training.launch.place import Place, check_num_ranks, expand_hosts, find_place
+from tlt.training.launch.place import Place, check_num_ranks, find_place
 
 TORCHRUN = {
     "RANK": "5",
@@ -109,9 +109,6 @@ def test_a_step_goes_before_its_job_and_a_single_task_starts_its_ranks_itself() 
         ({"SLURM_LOCALID": None}, "SLURM_LOCALID: SLURM_PROCID is set"),
         ({"SLURM_TASKS_PER_NODE": "4(x2)"}, "does not make SLURM_NTASKS = 7"),
         ({"SLURM_NODELIST": "a[x-y]"}, "SLURM_NODELIST: 'a[x-y]' is no list of hosts"),
-        ({"SLURM_NODELIST": "a,,b"}, "SLURM_NODELIST: 'a,,b' is no list of hosts"),
-        ({"SLURM_NODELIST": "a[1-999999999]"}, "SLURM_NODELIST: 'a[1-999999999]' has more than 65536 hosts"),
-        ({"SLURM_NODELIST": "b,a[3-1]"}, "has a range without a host"),
     ],
 )
 def test_what_srun_would_not_say_is_refused(changes: dict[str, str | None], message: str) -> None:
@@ -121,15 +118,17 @@ def test_what_srun_would_not_say_is_refused(changes: dict[str, str | None], mess
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "hosts"),
+    ("nodelist", "host"),
     [
-        ("", []),
-        ("login", ["login"]),
-        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
-        ("a1,b[2-3].x,c", ["a1", "b2.x", "b3.x", "c"]),
-        ("rack[1-2]n[09-10]", ["rack1n09", "rack1n10", "rack2n09", "rack2n10"]),
-        ("gpu-[098-101]", ["gpu-098", "gpu-099", "gpu-100", "gpu-101"]),
+        ("login", "login"),
+        ("node[01-03,7]", "node01"),
+        ("a1,b[2-3].x,c", "a1"),
+        ("rack[1-2]n[09-10]", "rack1n09"),
+        ("gpu-[098-101],login", "gpu-098"),
+        ("b[2-3].x,c", "b2.x"),
     ],
 )
-def test_lists_of_hosts_are_read_as_slurm_writes_them(nodelist: str, hosts: list[str]) -> None:
-    assert expand_hosts(nodelist) == hosts
+def test_lists_of_hosts_are_read_as_slurm_writes_them(nodelist: str, host: str) -> None:
+    place = find_place({**SLURM, "SLURM_NODELIST": nodelist})
+    assert place is not None
+    assert place.master_addr == host

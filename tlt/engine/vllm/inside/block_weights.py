@@ -30,7 +30,6 @@ class BlockWeights:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Writes the copies in place."""
         del self.model._read_mask_embedding, self.model.model._build_fused_kv_buffers
         if not self.context:  # the head alone has changed
             return

@@ -15,7 +15,6 @@ from tlt.engine.vllm.inside.unread import Rows, Unread, UnreadPositions, feature
 
 
 def why_awake_v1(runner: Any) -> str | None:
-    """Why the drafter may miss no step; None: it may."""
     # a block's positions are its own input, beside the target's
     is_longer = runner.drafter.needs_extra_input_slots and runner.speculative_config.method != "dflash"
     own = {

@@ -25,7 +25,6 @@ from tlt.engine.vllm.inside.unread import Rows, Unread, UnreadPositions, feature
 
 
 def why_awake_v2(runner: Any) -> str | None:
-    """Why the drafter may miss no step; None: it may."""
     config, speculator = runner.vllm_config.parallel_config, runner.speculator
     own = {
         "it drafts blocks": speculator.method == "dflash",

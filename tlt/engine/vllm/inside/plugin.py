@@ -50,7 +50,6 @@ def register() -> None:
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method by around(method, self, …), once."""
     method = getattr(owner, name)
     if method.__module__ == __name__:
         return

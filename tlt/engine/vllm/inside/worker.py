@@ -22,10 +22,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from tlt.engine.vllm.inside.block_weights import BlockWeights
-from tlt.engine.vllm.inside.digest import digest_tensors
 from tlt.engine.vllm.inside.law import Recorded
 from tlt.engine.vllm.inside.packed import forget_experts, head_error, pack_heads
 from tlt.engine.vllm.inside.plugin import Installed, register
+from tlt.models.hf.weights import content_hash
 
 register()  # a worker process imports this module before it loads its model
 
@@ -67,7 +67,7 @@ class TltWorker:
             self._tlt_block.take(tensors)
         # None: this model does not tell what it has loaded
         self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)
-        return digest_tensors(tensors) if isinstance(part, str) else ""
+        return content_hash(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> None:
         with set_current_vllm_config(self.vllm_config):
@@ -81,7 +81,7 @@ class TltWorker:
         engine.set_weight_update_target(arrived, engine.model_config)
         try:
             engine.update_weights(part)
-            return digest_tensors(arrived.tensors)
+            return content_hash(arrived.tensors)
         finally:
             engine.reset_weight_update_target()
 
@@ -126,7 +126,6 @@ class TltWorker:
             capture.release()
 
     def tlt_record(self, records: bool) -> list[Recorded] | None:
-        """Returns the draws recorded so far."""
         table = self._tlt_installed.table
         kept, table.recorded = table.recorded, [] if records else None
         return kept
