@@ -2,6 +2,7 @@
 
 python -m benchmarks.constant countdown --out RESULT --variants adaptive,4x1x4 --batches 1,4,16
 python -m benchmarks.constant countdown --out RESULT --geometry qwen2.5-0.5b     # grown.py
+python -m benchmarks.constant countdown --out RESULT --variants adaptive,off,4x1x4 --cold
 """
 
 from __future__ import annotations
@@ -72,17 +73,66 @@ def constant_batch(
     return in_turns({name: partial(stretch.run, seconds) for name, stretch in stretches.items()}, num_rounds)
 
 
+def cold_batch(
+    engine_of: Callable[[str], RolloutBackend],
+    names: Sequence[str],
+    supply: Callable[[int], Sequence[Request]],
+    batch_size: int,
+    num_rounds: int,
+    seconds: float,
+) -> tuple[dict[str, RolloutBackend], dict[str, list[float]]]:
+    """As `constant_batch`, but each turn has a fresh engine, whose tuner knows neither costs nor acceptance, and each
+    round requests of its own. Returns the last engines, too."""
+    last: dict[str, RolloutBackend] = {}
+    begun = dict.fromkeys(names, 0)
+
+    def turn(name: str) -> float:
+        if name in last:
+            last[name].close()
+        last[name] = engine_of(name)
+        begun[name] += 1
+        return _Stretch(last[name], supply, batch_size, num_taken=1000 * begun[name]).run(seconds)
+
+    for name in names:  # what is compiled or read at first use counts for none
+        turn(name)
+        begun[name] = 0
+    return last, in_turns({name: partial(turn, name) for name in names}, num_rounds)
+
+
 def constant(
-    subject: Subject, variants: Sequence[str], batch_size: int, num_rounds: int, seconds: float
+    subject: Subject,
+    variants: Sequence[str],
+    batch_size: int,
+    num_rounds: int,
+    seconds: float,
+    is_cold: bool = False,
 ) -> dict[str, Any]:
     """Measures every variant's tokens per second over off's at this batch size. seconds: of each turn."""
-    engines = {name: subject.engine(name, batch_size) for name in ("off", *variants)}
-    num = max(batch_size, 8)
-    speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, num_rounds, seconds)
+    names, num = list(dict.fromkeys(("off", *variants))), max(batch_size, 8)
+
+    def supply(i: int) -> Sequence[Request]:
+        return subject.requests(i, num)
+
+    if is_cold:
+        engines, speeds = cold_batch(
+            lambda name: subject.engine(name, batch_size), names, supply, batch_size, num_rounds, seconds
+        )
+    else:
+        engines = {name: subject.engine(name, batch_size) for name in names}
+        speeds = constant_batch(engines, supply, batch_size, num_rounds, seconds)
     for engine in engines.values():
         engine.close()
+    fixed = [name for name in names if name != "adaptive"]
+    best = max(fixed, key=lambda name: statistics.mean(speeds[name]))
     return {
         "kind": "constant",
+        "is_cold": is_cold,
+        "best_fixed": best,
+        "over_best_fixed": {
+            name: dataclasses.asdict(Ratio.between(speeds[name], speeds[best]))
+            for name in names
+            if name not in fixed
+        },
         "name": f"constant batch {batch_size}",
         "batch_size": batch_size,
         "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
@@ -112,7 +162,16 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     ]
     said = "Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval)."
     batches = table(["batch", "off, tokens/s", *names], rows)
-    return markdown("Rollout benchmark", report, said, "## Constant batch", batches)
+    parts = ["## Constant batch", batches]
+    if any(m["best_fixed"] != "off" for m in measurements):
+        heads = ["batch", "fastest fixed strategy, in hindsight", "adaptive over it"]
+        rows = [
+            [m["batch_size"], m["best_fixed"], *map(ratio_text, m["over_best_fixed"].values())]
+            for m in measurements
+        ]
+        cold = "each turn a fresh engine, its tuner cold" if measurements[0]["is_cold"] else "tuner warm"
+        parts += [f"## Beside fixed strategies ({cold})", table(heads, rows)]
+    return markdown("Rollout benchmark", report, said, *parts)
 
 
 def main() -> None:
@@ -127,6 +186,7 @@ def main() -> None:
     parser.add_argument("--batches", type=words, default=("1", "4", "16"), help="batch sizes")
     parser.add_argument("--rounds", type=int, default=8, help="turns of every variant at each batch size")
     parser.add_argument("--seconds", type=float, default=2.0, help="of one turn")
+    parser.add_argument("--cold", action="store_true", help="a fresh engine each turn")
     options, overrides = parser.parse_known_args()
     config = pin(load_config(options.config, overrides))
     for variant in options.variants:
@@ -138,7 +198,10 @@ def main() -> None:
         report = {**header(config, command_of(parser)), **geometry, "measurements": measurements}
         subject = Subject(config)
         for batch in map(int, options.batches):
-            measurements.append(constant(subject, options.variants, batch, options.rounds, options.seconds))
+            measured = constant(
+                subject, options.variants, batch, options.rounds, options.seconds, options.cold
+            )
+            measurements.append(measured)
             print(over_off(measurements[-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
 

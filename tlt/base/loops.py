@@ -22,7 +22,8 @@ import torch
 from filelock import FileLock
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
-from numba.core.caching import CacheImpl, IndexDataCacheFile
+from numba.core import cgutils
+from numba.core.caching import CacheImpl, FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -98,9 +99,17 @@ def _pool() -> ThreadPoolExecutor:
 @cache
 def compiled(function: Any) -> int:
     """The address of a loop, a function of its record's address. Compiled at first use, and kept on disk."""
-    # None before compiling
-    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]
+    with _alone(function):
+        address = cfunc(types.void(types.int64), cache=True)(function).address
+    assert address is not None, "it is compiled"
     return address
+
+
+def _alone(function: Any) -> FileLock:
+    """Held while a function is compiled: other processes wait for it, and then load what was kept."""
+    folder = Path(FunctionCache(function).cache_path)  # type: ignore[no-untyped-call]
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / f"{function.__module__}.{function.__qualname__}.lock")
 
 
 class _Stamped:
@@ -162,14 +171,6 @@ def _pointer(typing_context, address):  # type: ignore
     return types.voidptr(types.int64), generate
 
 
-def _take(typing_context, record):  # type: ignore
-    def generate(context, builder, signature, values):  # type: ignore
-        next_item = builder.bitcast(values[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", next_item, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(types.voidptr), generate
-
-
 def _add(typing_context, address, number):  # type: ignore
     def generate(context, builder, signature, values):  # type: ignore
         pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
@@ -186,13 +187,35 @@ def _read(typing_context, address):  # type: ignore
     return types.int64(types.int64), generate
 
 
-take: Any = intrinsic(_take)
-"""Atomically takes the next item of the record at an address."""
+def _call(typing_context, address, numbers):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        number, kind = ir.IntType(64), ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        record = cgutils.alloca_once(builder, number, size=len(numbers))  # type: ignore[no-untyped-call]
+        for i, of_kind in enumerate(numbers):
+            value = context.cast(builder, builder.extract_value(values[1], i), of_kind, types.int64)
+            builder.store(value, builder.gep(record, [ir.Constant(number, i)]))
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [builder.ptrtoint(record, number)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, numbers), generate
+
+
+call: Any = intrinsic(_call)
+"""Calls what `compiled` has returned, with a record of int64s that has a tuple's numbers. A function that is
+called by its name is compiled anew into each of its callers, and into theirs."""
 
 add_to: Any = intrinsic(_add)
 """Atomically adds to the int64 at an address; returns what it was."""
 
 _read_atomically: Any = intrinsic(_read)
+
+
+@njit(inline="always")
+def take(record):  # type: ignore
+    """Atomically takes the next item of the record at an address."""
+    return add_to(record, 1)
+
 
 _SPINS = 1000
 """Looks of a waiting thread before it offers its core to others: some microseconds."""

@@ -74,3 +74,15 @@ def test_processes_that_compile_at_once_keep_their_own_code(
     with ThreadPoolExecutor(len(keys)) as pool:
         list(pool.map(lambda key: file().save(key, f"code of {key}"), keys))
     assert [file().load(key) for key in keys] == [f"code of {key}" for key in keys]
+
+
+def loop(at: int) -> None: ...
+
+
+def test_a_process_waits_for_another_that_compiles_the_same() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with loops._alone(loop):
+            address = pool.submit(loops.compiled, loop)
+            time.sleep(0.2)
+            assert not address.done()
+        assert address.result() > 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.base import loops
+from tlt.models.loops.blocks import compiled_multiply
 from tlt.models.loops.items import CALL, TOKENS_AT_ONCE, compiled
 
 PRODUCTS_PER_THREAD = 100_000
@@ -92,6 +93,7 @@ class CompiledAttention:
         self.longest = int(seen.max())
         stores_first = bool(rows.copies) or len(set(self.rows[:, 4])) < self.num_rows
         numbers: dict[str, float] = {
+            "multiply": compiled_multiply(torch.float32),
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.dim,

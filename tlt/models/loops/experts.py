@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import carray, njit  # type: ignore[attr-defined]  # carray is public and not listed
+from numba import carray  # type: ignore[attr-defined]  # carray is public and not listed
 from torch import Tensor
 
 from tlt.base import loops
-from tlt.base.loops import int64_at
-from tlt.models.loops.products import LANES, Panels, items_for, multiply_panels, threads_for
+from tlt.base.loops import as_pointer, int64_at
+from tlt.models.loops.blocks import LANES, multiply_panels
+from tlt.models.loops.products import Panels, items_for, threads_for
 
-_FIELDS = ("x", "weights", "out", "ends", "num_steps", "num_panels", "num_parts")
+_FIELDS = ("x", "weights", "multiply", "out", "ends", "num_steps", "num_panels", "num_parts")
 _CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _FIELDS)])
-_FLOAT32, _BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
 
 
 class ExpertPanels:
@@ -27,7 +27,7 @@ class ExpertPanels:
         self.weights = torch.stack([panels.weights for panels in self.experts])
         for panels, weights in zip(self.experts, self.weights, strict=True):
             panels.weights = weights
-        self.function = loops.compiled(_float32 if dtype == torch.float32 else _bfloat16)
+        self.function = loops.compiled(_multiply)
 
     def load(self, weight_XOI: Tensor) -> None:
         for panels, weight_OI in zip(self.experts, weight_XOI, strict=True):
@@ -40,27 +40,19 @@ class ExpertPanels:
         out_SO = torch.empty(len(x_SI), one.num_panels * LANES)
         num_threads = threads_for(x_SI.numel() * out_SO.shape[1])
         num_parts = min(items_for(num_threads), one.num_panels)
-        addresses = x_SI.data_ptr(), self.weights.data_ptr(), out_SO.data_ptr(), ends_X.data_ptr()
+        at = x_SI.data_ptr(), self.weights.data_ptr(), one.multiply_at, out_SO.data_ptr(), ends_X.data_ptr()
         sizes = self.weights.shape[2], one.num_panels, num_parts
-        call = np.array([(0, num_parts * len(self.experts), *addresses, *sizes)], _CALL)
+        call = np.array([(0, num_parts * len(self.experts), *at, *sizes)], _CALL)
         loops.Loop(self.function, call, num_threads).run()
         return out_SO[:, : one.num_out].to(dtype)
 
 
-def _float32(data):  # type: ignore
-    _multiply(data, carray(data, 1, _CALL)[0], _FLOAT32)
-
-
-def _bfloat16(data):  # type: ignore
-    _multiply(data, carray(data, 1, _CALL)[0], _BFLOAT16)
-
-
-@njit(nogil=True, cache=True)
-def _multiply(data, call, like):  # type: ignore
+def _multiply(at):  # type: ignore
+    call = carray(as_pointer(at), 1, _CALL)[0]
     ends, row_bytes = int64_at(call.ends), 4 * call.num_steps
     stride = call.num_panels * LANES
     while True:
-        item = loops.take(data)
+        item = loops.take(at)
         if item >= call.num_items:
             return
         expert, part = item // call.num_parts, item % call.num_parts
@@ -71,6 +63,6 @@ def _multiply(data, call, like):  # type: ignore
         first = call.num_panels * part // call.num_parts
         end = call.num_panels * (part + 1) // call.num_parts
         x = call.x + row * row_bytes, call.num_steps
-        weights = call.weights + expert * row_bytes * stride, like
+        weights = call.weights + expert * row_bytes * stride, call.multiply
         out = call.out + 4 * row * stride, stride
         multiply_panels(x, num_rows, call.num_steps, weights, first, end, out, 0)

@@ -17,8 +17,9 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 
 from tlt.base import loops
 from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
+from tlt.models.loops.blocks import LANES, multiply_panels
 from tlt.models.loops.numbers import narrow, widen
-from tlt.models.loops.products import FLOAT32, LANES, fill_panels, multiply_panels, turn_into_panels
+from tlt.models.loops.panels import fill_panels, turn_into_panels
 
 KEYS_AT_ONCE = 64
 
@@ -38,48 +39,71 @@ see `seen` columns of their sequence. at: of the first, in columns, positions an
 sequence, in slots of the cache; where it has no slots (capacity 0), in columns, and the sequence has `room`
 of them."""
 
-_ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask", "positions", "parents", "sinks")
+_ADDRESSES = ("multiply", "qkv", "layer", "out", "columns", "rows", "mask", "positions", "parents", "sinks")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "most_new", "mask_length", "window")
 _COUNTS = ("tree_size", "num_rows", "num_stored", "is_causal", "is_storing")
 _FACTORS = ("scale", "softcap")
 _KINDS = {"i8": _ADDRESSES, "u8": (*_SIZES, *_COUNTS), "f8": _FACTORS}
 CALL = np.dtype([*loops.HEAD, *((name, kind) for kind, names in _KINDS.items() for name in names)])
-"""Zero stands for no mask, parents, sinks, window or softcap. The first `num_rows` rows attend. num_stored:
-rows that are stored before any attends; 0: a row stores its own tokens. is_causal: a token sees the columns
-up to its own."""
+"""multiply: `compiled_multiply` of float32. Zero stands for no mask, parents, sinks, window or softcap. The
+first `num_rows` rows attend. num_stored: rows that are stored before any attends; 0: a row stores its own
+tokens. is_causal: a token sees the columns up to its own."""
 
 
 def compiled(dtype: torch.dtype) -> int:
     return loops.compiled(_attend_float32 if dtype == torch.float32 else _attend_bfloat16)
 
 
-def _attend_float32(data):  # type: ignore
-    call = carray(data, 1, CALL)[0]
-    _attend(data, call, (float32_at(call.qkv), float32_at(call.layer), float32_at(call.out)))
+def _attend_float32(at):  # type: ignore
+    call = call_at(at)
+    _attend(at, call, (float32_at(call.qkv), float32_at(call.layer), float32_at(call.out)))
 
 
-def _attend_bfloat16(data):  # type: ignore
-    call = carray(data, 1, CALL)[0]
-    _attend(data, call, (uint16_at(call.qkv), uint16_at(call.layer), uint16_at(call.out)))
+def _attend_bfloat16(at):  # type: ignore
+    call = call_at(at)
+    _attend(at, call, (uint16_at(call.qkv), uint16_at(call.layer), uint16_at(call.out)))
 
 
 # ── items ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@njit(nogil=True, cache=True)
-def _attend(data, call, arrays):  # type: ignore
-    work = workspace(call)
+@njit(inline="always")
+def _attend(at, call, arrays):  # type: ignore
+    room = workspace(call)
+    work = np.int64(room.ctypes.data)
     while True:
-        item = loops.take(data)
+        item = loops.take(at)
         if item >= call.num_items:
-            return
+            break
         row, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads
         if call.is_storing:
             store_item(call, arrays, row, kv_head)
             continue
         if not call.num_stored:
             store_item(call, arrays, row, kv_head)
-        attend_item(call, arrays, row, kv_head, work)
+        _attend_item(call, arrays, row, kv_head, work)
+    room[_U64(0)] = _F32(0)  # it lives until here
+
+
+def compiled_item(dtype: torch.dtype) -> int:
+    """Attends an item: float32 queries, over a cache of this type. Its record: the addresses of the call, the
+    queries, the cache, the output and a workspace, the row and the key head."""
+    return loops.compiled(_item_float32 if dtype == torch.float32 else _item_bfloat16)
+
+
+_ITEM = np.dtype([(name, "i8") for name in ("call", "qkv", "layer", "out", "work", "row", "kv_head")])
+
+
+def _item_float32(at):  # type: ignore
+    item = carray(loops.as_pointer(at), 1, _ITEM)[0]
+    arrays = float32_at(item.qkv), float32_at(item.layer), float32_at(item.out)
+    _attend_item(call_at(item.call), arrays, _U64(item.row), _U64(item.kv_head), item.work)
+
+
+def _item_bfloat16(at):  # type: ignore
+    item = carray(loops.as_pointer(at), 1, _ITEM)[0]
+    arrays = float32_at(item.qkv), uint16_at(item.layer), float32_at(item.out)
+    _attend_item(call_at(item.call), arrays, _U64(item.row), _U64(item.kv_head), item.work)
 
 
 @njit(inline="always")
@@ -89,11 +113,33 @@ def call_at(address):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def workspace(call):  # type: ignore
-    """Of one thread."""
-    num_queries = call.most_new * (call.num_heads // call.num_kv_heads)
-    queries, sums = _zeros(num_queries * call.head_dim), _zeros(num_queries * _width(call.head_dim))
-    scores, largest, totals = _zeros(num_queries * _KEYS), _zeros(num_queries), _zeros(num_queries)
-    return queries, scores, sums, largest, totals, _zeros(_KEYS * _width(call.head_dim))
+    """Of one thread: room for what `_parts_of` tells apart."""
+    num_queries, dim = call.most_new * (call.num_heads // call.num_kv_heads), call.head_dim
+    return np.zeros(num_queries * (dim + _width(dim) + _KEYS + _2) + _KEYS * _width(dim), np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _parts_of(call, work):  # type: ignore
+    """(queries, scores, sums, largest scores, totals, panels)."""
+    num_queries, dim = call.most_new * (call.num_heads // call.num_kv_heads), call.head_dim
+    scores = work + np.int64(_4 * num_queries * dim)
+    sums = scores + np.int64(_4 * num_queries * _KEYS)
+    largest = sums + np.int64(_4 * num_queries * _width(dim))
+    totals = largest + np.int64(_4 * num_queries)
+    panels = totals + np.int64(_4 * num_queries)
+    return (
+        _floats(work, num_queries * dim),
+        _floats(scores, num_queries * _KEYS),
+        _floats(sums, num_queries * _width(dim)),
+        _floats(largest, num_queries),
+        _floats(totals, num_queries),
+        _floats(panels, _KEYS * _width(dim)),
+    )
+
+
+@njit(inline="always")
+def _floats(address, size):  # type: ignore
+    return carray(loops.as_pointer(address), np.int64(size), np.float32)
 
 
 @njit(inline="always")
@@ -131,8 +177,10 @@ def store_item(call, arrays, row, kv_head):  # type: ignore
 
 
 @njit(nogil=True, cache=True)
-def attend_item(call, arrays, row, kv_head, work):  # type: ignore
+def _attend_item(call, arrays, row, kv_head, work):  # type: ignore
+    """work: the address of a workspace."""
     qkv, layer, out = arrays
+    work = _parts_of(call, work)
     queries, _, sums, largest, totals, _ = work
     dim, rows, row = call.head_dim, int64_at(call.rows), row * ROW
     first, num_new, num_keys = _U64(rows[row]), _U64(rows[row + COUNT]), _U64(rows[row + SEEN])
@@ -170,7 +218,7 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
     at, num_new = tokens
     num_queries, dim = num_new * group, call.head_dim
     turn_into_panels(keys, keys_at, count, dim, panels)
-    _multiply((queries, dim), num_queries, dim, panels, count, (scores, _KEYS), 0)
+    _multiply(call, (queries, dim), num_queries, dim, panels, count, (scores, _KEYS), 0)
     if call.softcap > 0.0:
         _cap(scores, num_queries, _F32(call.softcap))
     if call.window:
@@ -178,16 +226,15 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
     _hide(call, scores, num_queries, group, count, at, start)
     _weigh(scores, num_queries, _width(dim), sums, largest, totals)
     fill_panels(values, values_at, count, dim, panels)
-    _multiply((scores, _KEYS), num_queries, count, panels, dim, (sums, _width(dim)), 1)
+    _multiply(call, (scores, _KEYS), num_queries, count, panels, dim, (sums, _width(dim)), 1)
 
 
 @njit(inline="always")
-def _multiply(x, num_rows, num_in, panels, num_out, out, adds):  # type: ignore
+def _multiply(call, x, num_rows, num_in, panels, num_out, out, adds):  # type: ignore
     """x, out: (array, numbers from row to row)."""
-    rows = np.int64(x[0].ctypes.data), np.int64(x[1])
-    into = np.int64(out[0].ctypes.data), np.int64(out[1])
-    weights, num_panels = (np.int64(panels.ctypes.data), FLOAT32), np.int64((num_out + _LANES - _1) // _LANES)
-    multiply_panels(rows, np.int64(num_rows), np.int64(num_in), weights, 0, num_panels, into, adds)
+    rows, into = (x[0].ctypes.data, x[1]), (out[0].ctypes.data, out[1])
+    weights, num_panels = (panels.ctypes.data, call.multiply), (num_out + _LANES - _1) // _LANES
+    multiply_panels(rows, num_rows, num_in, weights, 0, num_panels, into, adds)
 
 
 @njit(inline="always")
@@ -320,11 +367,6 @@ def _scale(numbers, at, size, factor):  # type: ignore
 
 
 # ── numbers in memory ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@njit(inline="always")
-def _zeros(size):  # type: ignore
-    return np.zeros(size, np.float32)
 
 
 @njit(nogil=True, cache=True)

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from tlt.base import loops
 from tlt.models.loops.attention import CompiledAttention, Heads
-from tlt.models.loops.products import LANES, PRODUCTS_PER_THREAD, Panels
-from tlt.models.loops.stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compiled
+from tlt.models.loops.blocks import LANES
+from tlt.models.loops.items import compiled_item
+from tlt.models.loops.products import PRODUCTS_PER_THREAD, Panels
+from tlt.models.loops.stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compiled, compiled_layers
 
 
 class Sizes(Heads, Protocol):
@@ -143,7 +145,7 @@ class CompiledLayers:
         for place, index in enumerate(capture):
             if index < num_layers:
                 self.table_LC[index, CAPTURED] = captured_NF.data_ptr() + 4 * place * E
-        loops.Loop(compiled(self.dtype), call, num_threads).run()
+        loops.Loop(compiled(), call, num_threads).run()
         del room  # which the call has pointed to
         dtype = self.dtype
         outputs_NE = (features_NE if self.final_gains else x_NE).to(dtype)
@@ -173,6 +175,9 @@ class CompiledLayers:
         room, addresses = loops.room_for({name: num_tokens * size for name, size in sizes.items()})
         numbers = {
             "num_items": num_threads,
+            "multiply": _panels(self.layers[0].down_linear).multiply_at,
+            "attend": compiled_item(self.dtype),
+            "run_layers": compiled_layers(self.dtype),
             "attention": loops.address_of(attend.call),
             "layers": loops.address_of(table_LC),
             "final_gains": self.final_gains,

@@ -14,9 +14,10 @@ from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is
 from numba.extending import overload
 
 from tlt.base import loops
-from tlt.base.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
-from tlt.models.loops.items import COUNT, ROW, attend_item, call_at, store_item, workspace
-from tlt.models.loops.products import LANES, multiply_float32
+from tlt.base.loops import REORDERED, as_pointer, exp_of, float32_at, int64_at, uint16_at
+from tlt.models.loops.blocks import BFLOAT16, FLOAT32, LANES
+from tlt.models.loops.items import COUNT, ROW, call_at, store_item, workspace
+from tlt.models.loops.products import multiply_float32
 
 LAYER = (
     "input_gains",
@@ -48,6 +49,9 @@ made of; 0: it is read as it is. captured: where the layer's input goes."""
 ) = range(len(LAYER))
 _ADDRESSES = (
     "attention",
+    "attend",
+    "multiply",
+    "run_layers",
     "layers",
     "counters",
     "x",
@@ -77,6 +81,8 @@ CALL = np.dtype(
         ("eps", "f8"),
     ]
 )
+"""attend, multiply, run_layers: `compiled_item`, `compiled_multiply`, `compiled_layers` of the weights'
+type."""
 _COLUMNS = len(LAYER)
 _F32, _U64 = np.float32, np.uint64
 _READ, _PROJECT, _ROTATE, _STORE, _ATTEND, _ADD, _NORM, _GATE, _DOWN_AND_ADD = range(9)
@@ -87,37 +93,44 @@ COUNTER_BYTES = 16
 """Of a stage."""
 
 
-def compiled(dtype: torch.dtype) -> int:
-    return loops.compiled(_run_float32 if dtype == torch.float32 else _run_bfloat16)
+def compiled() -> int:
+    return loops.compiled(_run)
 
 
-def _run_float32(data):  # type: ignore
-    call = carray(data, 1, CALL)[0]
-    attend = call_at(call.attention)
-    _run(call, attend, float32_at(call.qkv), float32_at(call.layers), float32_at(call.mixed))
+def _run(at):  # type: ignore
+    call = carray(as_pointer(at), 1, CALL)[0]
+    work = workspace(call_at(call.attention))
+    loops.call(call.run_layers, (at, call.counters, work.ctypes.data))
+    work[_U64(0)] = _F32(0)  # it lives until here
 
 
-def _run_bfloat16(data):  # type: ignore
-    call = carray(data, 1, CALL)[0]
-    attend = call_at(call.attention)
-    _run(call, attend, float32_at(call.qkv), uint16_at(call.layers), float32_at(call.mixed))
+def compiled_layers(dtype: torch.dtype) -> int:
+    """Runs the layers. Its record: the addresses of the call, of the stages' counters and of a workspace."""
+    return loops.compiled(_layers_float32 if dtype == torch.float32 else _layers_bfloat16)
+
+
+_LAYERS = np.dtype([(name, "i8") for name in ("call", "counters", "work")])
+
+
+def _layers_float32(at):  # type: ignore
+    _run_layers(carray(as_pointer(at), 1, _LAYERS)[0], FLOAT32)
+
+
+def _layers_bfloat16(at):  # type: ignore
+    _run_layers(carray(as_pointer(at), 1, _LAYERS)[0], BFLOAT16)
 
 
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@njit(nogil=True, cache=True)
-def _run(call, attend, qkv, like, mixed):  # type: ignore
-    run_layers(call, attend, (qkv, mixed), workspace(attend), like, call.counters)
-
-
-@njit(nogil=True, cache=True)
-def run_layers(call, attend, heads, work, like, counters):  # type: ignore
-    """heads: arrays of queries, keys and values, and of what attention returns. like: an array of the
-    weights' and caches' numbers. counters: the address of the stages'."""
+@njit(inline="always")
+def _run_layers(given, like):  # type: ignore
+    """like: an array of the weights' and caches' numbers."""
+    call = carray(as_pointer(given.call), 1, CALL)[0]
+    attend = call_at(call.attention)
     for stage in range(call.num_layers * STAGES + (1 if call.final_gains else 0)):
         num_items = _num_items(call, attend, stage % STAGES)
-        counter = counters + COUNTER_BYTES * stage
+        counter = given.counters + COUNTER_BYTES * stage
         while True:
             item = take(counter, num_items)
             if item < 0:
@@ -125,7 +138,7 @@ def run_layers(call, attend, heads, work, like, counters):  # type: ignore
             if stage == call.num_layers * STAGES:
                 _norm_part(call, call.final_gains, call.features, item)
             else:
-                _do(call, attend, stage, item, heads, work, like)
+                _do(call, attend, stage, item, given.work, like)
             finish(counter)
 
 
@@ -141,8 +154,8 @@ def _num_items(call, attend, stage):  # type: ignore
     return np.int64(num_rows * attend.num_kv_heads)
 
 
-@njit(inline="always")
-def _do(call, attend, number, item, heads, work, like):  # type: ignore
+@njit(nogil=True, cache=True)
+def _do(call, attend, number, item, work, like):  # type: ignore
     index, stage = number // STAGES, number % STAGES
     layers, at = int64_at(call.layers), index * _COLUMNS
     read = call.read if index == 0 and call.read else call.x
@@ -152,8 +165,7 @@ def _do(call, attend, number, item, heads, work, like):  # type: ignore
         source = call.normed if layers[at + _NUM_NORMS] else read
         _qkv_part(call, attend, layers, at, source, item, like)
     elif stage in (_ROTATE, _STORE, _ATTEND):
-        arrays = heads[0], array_at(layers[at + CACHE], like), heads[1]
-        _attend_part(call, attend, layers[at + _QK_GAINS], stage, item, arrays, work)
+        _attend_part(call, attend, layers, at, stage, item, work, like)
     elif stage == _ADD:
         num_attended = np.int64(attend.num_heads * attend.head_dim)
         _add_part(call, call.mixed, num_attended, num_attended, layers[at + _ATTENDED], item, like)
@@ -226,7 +238,7 @@ def norm_row(call, source, row, size, gains, target, to):  # type: ignore
 def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
     size = np.int64((attend.num_heads + _U64(2) * attend.num_kv_heads) * attend.head_dim)
     first, end = share(call, part, size // LANES)
-    x, matrix = (source, call.num_read), (layers[at + _QKV], like)
+    x, matrix = (source, call.num_read), (layers[at + _QKV], call.multiply, like)
     multiply_float32(x, call.num_tokens, call.num_read, matrix, first, end, (call.qkv, size), 0)
     if layers[at + _QKV_BIAS]:
         qkv, bias = float32_at(call.qkv), float32_at(layers[at + _QKV_BIAS])
@@ -236,19 +248,20 @@ def _qkv_part(call, attend, layers, at, source, part, like):  # type: ignore
 
 
 @njit(inline="always")
-def _attend_part(call, attend, gains, stage, item, arrays, work):  # type: ignore
+def _attend_part(call, attend, layers, at, stage, item, work, like):  # type: ignore
+    gains, cache, qkv = layers[at + _QK_GAINS], layers[at + CACHE], float32_at(call.qkv)
     row, kv_head = _U64(item) // attend.num_kv_heads, _U64(item) % attend.num_kv_heads
     if stage == _ROTATE or (stage == _ATTEND and not attend.num_stored):
         rows, group = int64_at(attend.rows), attend.num_heads // attend.num_kv_heads
         first, num_new = _U64(rows[row * ROW]), _U64(rows[row * ROW + COUNT])
         for token in range(first, first + num_new):
             for head in range(kv_head * group, (kv_head + _U64(1)) * group):
-                _rotate(call, attend, arrays[0], gains, token, head)
-            _rotate(call, attend, arrays[0], gains, token, attend.num_heads + kv_head)
+                _rotate(call, attend, qkv, gains, token, head)
+            _rotate(call, attend, qkv, gains, token, attend.num_heads + kv_head)
     if stage == _STORE or (stage == _ATTEND and not attend.num_stored):
-        store_item(attend, arrays, row, kv_head)
+        store_item(attend, (qkv, array_at(cache, like), qkv), row, kv_head)
     if stage == _ATTEND:
-        attend_item(attend, arrays, row, kv_head, work)
+        loops.call(call.attend, (call.attention, call.qkv, cache, call.mixed, work, row, kv_head))
 
 
 @njit(nogil=True, cache=True)
@@ -271,7 +284,7 @@ def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
 def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
     """Adds a product to the residual stream. stride: numbers of x from row to row."""
     first, end = share(call, part, call.hidden // LANES)
-    matrix, out = (weights, like), (call.x, call.hidden)
+    matrix, out = (weights, call.multiply, like), (call.x, call.hidden)
     multiply_float32((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)
 
 
@@ -280,7 +293,7 @@ def _gate_part(call, weights, part, like):  # type: ignore
     """silu(gate) · up, in place of gate."""
     size, num_panels = call.intermediate, call.intermediate // LANES
     first, end = share(call, part, num_panels)
-    x, matrix, out = (call.normed, call.hidden), (weights, like), (call.gate_up, 2 * size)
+    x, matrix, out = (call.normed, call.hidden), (weights, call.multiply, like), (call.gate_up, 2 * size)
     multiply_float32(x, call.num_tokens, call.hidden, matrix, first, end, out, 0)
     multiply_float32(x, call.num_tokens, call.hidden, matrix, num_panels + first, num_panels + end, out, 0)
     for row in range(call.num_tokens):

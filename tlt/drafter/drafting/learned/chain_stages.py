@@ -15,9 +15,10 @@ from numba import carray, njit  # type: ignore[attr-defined]  # carray is public
 
 from tlt.base import loops
 from tlt.base.loops import as_pointer, float32_at, int64_at
+from tlt.models.loops.blocks import BFLOAT16, FLOAT32, LANES
 from tlt.models.loops.items import ROW, SEEN, call_at, workspace
 from tlt.models.loops.numbers import narrow, widen
-from tlt.models.loops.products import LANES, multiply_float32
+from tlt.models.loops.products import multiply_float32
 from tlt.models.loops.stages import (
     CALL,
     COUNTER_BYTES,
@@ -25,7 +26,6 @@ from tlt.models.loops.stages import (
     array_at,
     finish,
     norm_row,
-    run_layers,
     share,
     take,
 )
@@ -88,23 +88,23 @@ sharpness: 1 / tau. Zero stands for no bias, gains, token ids, temperatures or s
 _READ, _FC, _STREAM, _OUTPUT, _HEAD, _CHOOSE = range(6)
 NUM_COUNTED = 6 + STAGES + 1
 """Stages of a level; the layer's are counted first."""
+_CALL_BYTES = CALL.itemsize
 _F32, _U32, _U64 = np.float32, np.uint32, np.uint64
-_FLOAT32, _BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
 
 
 def compiled(dtype: torch.dtype) -> int:
     return loops.compiled(_draft_float32 if dtype == torch.float32 else _draft_bfloat16)
 
 
-def _draft_float32(data):  # type: ignore
-    _draft(carray(data, 1, DRAFT)[0], _FLOAT32)
+def _draft_float32(at):  # type: ignore
+    _draft(carray(as_pointer(at), 1, DRAFT)[0], FLOAT32)
 
 
-def _draft_bfloat16(data):  # type: ignore
-    _draft(carray(data, 1, DRAFT)[0], _BFLOAT16)
+def _draft_bfloat16(at):  # type: ignore
+    _draft(carray(as_pointer(at), 1, DRAFT)[0], BFLOAT16)
 
 
-@njit(nogil=True, cache=True)
+@njit(inline="always")
 def _draft(draft, like):  # type: ignore
     calls = carray(as_pointer(draft.calls), 1, CALL)
     layer_work = workspace(call_at(calls[_U64(0)].attention))
@@ -114,10 +114,11 @@ def _draft(draft, like):  # type: ignore
         counters = draft.counters + COUNTER_BYTES * NUM_COUNTED * level
         for stage in (_READ, _FC, _STREAM):
             _run_stage(draft, call, level, stage, counters, work, like)
-        heads = float32_at(call.qkv), float32_at(call.mixed)
-        run_layers(call, call_at(call.attention), heads, layer_work, like, counters)
+        at = draft.calls + (_CALL_BYTES if level else 0)
+        loops.call(call.run_layers, (at, counters, layer_work.ctypes.data))
         for stage in (_OUTPUT, _HEAD, _CHOOSE):
             _run_stage(draft, call, level, stage, counters, work, like)
+    layer_work[_U64(0)] = _F32(0)  # it lives until here
 
 
 @njit(nogil=True, cache=True)
@@ -140,7 +141,9 @@ def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
         elif stage == _HEAD:
             first, end = share(call, item, _width(draft) // LANES)
             x, out = (draft.outputs, call.hidden), (_logits(draft, level), _width(draft))
-            multiply_float32(x, draft.num_rows, call.hidden, (draft.head, like), first, end, out, 0)
+            multiply_float32(
+                x, draft.num_rows, call.hidden, (draft.head, call.multiply, like), first, end, out, 0
+            )
         else:
             _choose(draft, level, item, work, like)
         finish(counter)
@@ -229,7 +232,14 @@ def _join(draft, call, part, like):  # type: ignore
     first, end = share(call, part, call.hidden // LANES)
     x, width = (draft.fc_in, draft.fc_in_width), draft.fc_out_width
     multiply_float32(
-        x, call.num_tokens, draft.fc_size, (draft.fc, like), first, end, (draft.fc_out, width), 0
+        x,
+        call.num_tokens,
+        draft.fc_size,
+        (draft.fc, call.multiply, like),
+        first,
+        end,
+        (draft.fc_out, width),
+        0,
     )
     if draft.fc_bias:
         out, bias = float32_at(draft.fc_out), float32_at(draft.fc_bias)
