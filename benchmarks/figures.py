@@ -233,9 +233,9 @@ TABLES: Mapping[str, Table] = {
         "README.md",
         ("compared with", "model", "whole step", "rollout"),
         (
-            ("TLT without speculation", f"{SMOLLM2}, sums written out", "smollm2-step", "smollm2-rollout"),
+            ("TLT without speculation", f"{SMOLLM2}, sums step by step", "smollm2-step", "smollm2-rollout"),
             ("TLT without speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
-            ("TRL 1.16 with transformers", COUNTDOWN, "trl-step", "trl-rollout"),
+            ("TRL 1.16 without vLLM", COUNTDOWN, "trl-step", "trl-rollout"),
             (
                 "vLLM 0.32, no drafts, batch 1 · 4 · 16",
                 QWEN,
