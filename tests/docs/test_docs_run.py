@@ -71,6 +71,8 @@ INPUTS = {
     **dict.fromkeys(("CONFIG", "CONFIG.toml", "quickstart.toml"), "countdown"),
     **dict.fromkeys(("RUN", "runs/a", "runs/quickstart", "runs/off", "runs/tlt", "runs/headline"), "run"),
     "FILE.py:FUNCTION": "my_rewards.py:close",
+    "my_rewards.py:is_near": "my_rewards.py:close",
+    "Qwen/Qwen2.5-1.5B-Instruct": "base",
     "module:function": "my_rewards:close",
     "N": "2",
 }
