@@ -88,7 +88,7 @@ test: $(DEV_STAMP)
 # What PyTorch, oneDNN and Numba choose on most laptops, and on servers before AVX-512.
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=haswell \
 	NUMBA_CPU_FEATURES=+64bit,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+cx16
-COMPUTING := $(addprefix tests/unit/,models engine drafter speculation training/update) tests/lossless
+COMPUTING := $(addprefix tests/unit/,models engine/own drafter training/update) tests/lossless --ignore tests/unit/models/hf
 
 avx2-test: $(DEV_STAMP)
 	$(AS_AVX2) $(BIN)/python -m pytest $(COMPUTING) -m 'not slow' $(SIDE_BY_SIDE) $(ARGS)
