@@ -64,7 +64,7 @@ def written(folder: Path) -> int:
     """Results in the journal, of all steps."""
     most: dict[tuple[str, ResponseId], int] = {}
     for file in folder.glob("journal/step-*/replica-*"):
-        with file.open("rb") as opened:
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:  # a resumed run removes files
             read_record(opened)
             for _, record in read_records(opened):
                 if turns := record.about.get("turns"):
@@ -77,7 +77,7 @@ def num_scored(folder: Path) -> int:
     """Rewards in the journal, of all attempts."""
     num = 0
     for file in folder.glob("journal/step-*/replica-*"):
-        with file.open("rb") as opened:
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:  # a resumed run removes files
             read_record(opened)
             num += sum(record.about["kind"] == "reward" for _, record in read_records(opened))
     return num
