@@ -4,6 +4,7 @@ once.
 
     short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
     a long one    [ first part      ] [part] [part] …             each later part attends to the cache
+    parked ones   ( kept ) [ said ]  ( kept ) [ said ]            in neighbouring slots: in one forward
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 from tlt.base.uploads import upload
 from tlt.engine.own.scheduler import Admission
 from tlt.models import attention, kv_cache
-from tlt.models.attention import cached
+from tlt.models.attention import cached, cached_trees
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.target import Target
-from tlt.speculation.law.tree import chain_mask
+from tlt.speculation.law.tree import chain, chain_mask, layout
 
 _PART_TOKENS = kv_cache.MOST_WRITTEN
 """Bounds the mask, with a row per token and per query head that shares a key: 235 MiB in bf16 at 7B and 32k
@@ -52,11 +53,15 @@ def prefill(
             for start, later_TF in _read_on(model, cache, admission, capture, kv_cache.PREFILL_TOKENS):
                 on_read(admission.slots, start, later_TF)
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
-    for admission in admissions:
-        if admission.num_read:
-            for start, later_TF in _read_on(model, cache, admission, capture, admission.num_read):
-                on_read(admission.slots, start, later_TF)
-            cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
+    for group in _neighbours([a for a in admissions if a.num_read]):
+        if len(group) > 1:
+            for admission, said_TF in _read_together(model, cache, group, capture):
+                on_read(admission.slots, admission.num_read, said_TF)
+            continue
+        (admission,) = group
+        for start, later_TF in _read_on(model, cache, admission, capture, admission.num_read):
+            on_read(admission.slots, start, later_TF)
+        cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
 
 
 def _read_first(
@@ -113,6 +118,39 @@ def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[
 def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
     pairs = zip(text, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
+
+
+def _neighbours(parked: Sequence[Admission]) -> list[list[Admission]]:
+    """Groups in neighbouring slots, one each, whose rests have _PART_TOKENS at most, padding included."""
+    groups: list[list[Admission]] = []
+    for admission in parked:
+        group = [*groups[-1], admission] if groups else [admission]
+        slots = [slot for each in group for slot in each.slots]
+        is_row = len(slots) == len(group) and slots[-1] - slots[0] == len(slots) - 1
+        rests = [each.num_left for each in group]
+        if is_row and min(rests) and len(group) * max(rests) <= _PART_TOKENS:
+            groups[-1:] = [group]
+        else:
+            groups.append([admission])
+    return groups
+
+
+def _read_together(
+    model: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
+) -> Iterator[tuple[Admission, Tensor]]:
+    """Reads the rests of parked texts in one forward. Yields each text and its features."""
+    first, counts = group[0].slots[0], [admission.num_left for admission in group]
+    layers = [layer[first : first + len(group)] for layer in cache.layers]
+    rests = [(*admission.tokens[admission.num_read : -1], *[0] * max(counts)) for admission in group]
+    rows = chain(upload([rest[: max(counts)] for rest in rests], model.device), counts)
+    length = max(len(admission.tokens) for admission in group) - 1
+    nodes = layout(rows, [admission.num_read for admission in group], model.dtype, length)
+    attend = cached_trees(model.config, layers, nodes)
+    tokens_N, positions_N = rows.tokens_BN.flatten(), nodes.positions_BN.flatten()
+    if attend.real_N is not None:
+        tokens_N, positions_N = tokens_N[attend.real_N], positions_N[attend.real_N]
+    captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)[1]
+    yield from zip(group, captured_NF.split(counts), strict=True)
 
 
 def _read_on(

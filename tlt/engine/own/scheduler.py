@@ -23,6 +23,11 @@ class Admission:
     num_read: int = 0
     """Tokens that the cache holds already."""
 
+    @property
+    def num_left(self) -> int:
+        """Tokens to read; the last of the text is not."""
+        return len(self.tokens) - 1 - self.num_read
+
 
 class Scheduler:
     def __init__(

@@ -144,6 +144,18 @@ def test_only_what_was_said_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [len(PROMPTS["a"]) - 1, *[1 + len(SAID) - 1] * num_turns]
 
 
+def test_what_was_said_to_several_is_read_in_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build("learned:2x1x2", parks=True, max_batch_size=8)
+    asked = requests(num_samples=2)
+    sizes = read_by(engine, monkeypatch)
+    kept = converse(engine, asked, delay=30)  # all wait, and come back in groups
+    assert told(kept) == told(converse(build("off", parks=False, max_batch_size=1), asked))
+    num_turns = sum(len(rollout.turns.given) if rollout.turns else 0 for rollout in kept.values())
+    _, *later = sizes  # the prompts, and what was said
+    assert sum(later) == num_turns * len(SAID)
+    assert len(later) < num_turns
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_learned_drafter_drafts_as_if_the_response_had_never_left(is_trained: bool) -> None:
     """Its drafts are those of one that reads everything again, also where new weights came meanwhile."""
