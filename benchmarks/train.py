@@ -59,6 +59,7 @@ OFF: Changes = {
 VARIANTS: Mapping[str, Changes] = {
     "tlt": {},
     "frozen": {"drafter": {"train": False}},
+    "retrieval": {"drafter": {"path": None, "train": False}},
     "ahead": {"rollout": {"ahead": "adaptive"}},
 }
 """The runs that can be compared with off, by their changes of the configuration."""

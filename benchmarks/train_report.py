@@ -122,8 +122,8 @@ def summarize_run(
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
     idle_seconds = sum(record.idle.seconds for record in records)
-    lengths = [r.rollout.accept_length for r in records if not math.isnan(r.rollout.accept_length)]
     train_seconds = sum(record.drafter.train_seconds for record in records)
+    turns_of = [record.rollout.turns for record in records]
     phases = phase_seconds(spans)
     phases["record"] = (step_seconds - sum(record.step_seconds for record in records)) / num_steps
     return {
@@ -134,9 +134,14 @@ def summarize_run(
         "reward_mean": statistics.mean(record.rewards.mean for record in records),
         "num_responses": sum(record.rollout.num_responses for record in records),
         "num_tokens": sum(record.rollout.num_tokens for record in records),
-        "accept_length": statistics.mean(lengths) if lengths else None,
+        "accept_length": mean_of(record.rollout.accept_length for record in records),
+        "turns_per_response": mean_of(turn.per_response for turn in turns_of),
+        "first_acceptance_length": mean_of(turn.first_acceptance_length for turn in turns_of),
+        "later_acceptance_length": mean_of(turn.later_acceptance_length for turn in turns_of),
+        "wait_seconds": sum(turn.wait_seconds for turn in turns_of) / num_steps,
         "idle_seconds": idle_seconds / num_steps,
         "harvested_share": train_seconds / idle_seconds if idle_seconds else None,
+        "ahead_share": sum(r.idle.ahead_seconds for r in records) / idle_seconds if idle_seconds else None,
         "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
@@ -145,6 +150,12 @@ def summarize_run(
             for record, turn in zip(records, turns, strict=True)
         ],
     }
+
+
+def mean_of(values: Iterable[float]) -> float | None:
+    """Returns the mean of those that are no NaN; None: there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.mean(known) if known else None
 
 
 def train_markdown(title: str, report: Mapping[str, Any]) -> str:
@@ -172,10 +183,18 @@ def train_markdown(title: str, report: Mapping[str, Any]) -> str:
         values("mean reward", "reward_mean", ".4f"),
         values("idle rank-seconds per step", "idle_seconds"),
         values("of these, drafter training", "harvested_share", ".1%"),
+        values("of these, lookahead", "ahead_share", ".1%"),
         values("drafter training on the critical path (spans)", "drafter_training_on_critical_path", ".2%"),
         values(f"responses that differ from {reference}'s, of {off['num_responses']}", "num_different", "d"),
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
+    if off["turns_per_response"] > 1:
+        rows += [
+            values("turns per response", "turns_per_response"),
+            values("tokens per verification that drafted, first turns", "first_acceptance_length"),
+            values("the same, later turns", "later_acceptance_length"),
+            values("seconds that responses waited for tools, per step", "wait_seconds"),
+        ]
     names = [
         n for n in (*SpanName, "record", "other") if any(n in run["phase_seconds"] for run in runs.values())
     ]

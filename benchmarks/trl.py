@@ -6,9 +6,12 @@
 
 A round's arm takes `--steps` steps after one that does not count: generate, score, update. The learning
 rate is too small to change a weight, so that all arms generate from the base model. TRL with TLT and TLT
-alone draw by the same keys, hence the same tokens (near-ties in float32 aside). TRL alone draws its own;
-its responses are given the lengths of theirs: no end of sequence before, one exactly there. Needs TRL (pip
-install '.[trl]').
+alone draw by the same keys, hence the same tokens (near-ties in float32 aside). TRL alone draws by transformers,
+from probabilities of which only that of TLT's token is left: the same turns, calls and lengths. In turns with tools TLT alone tells the policy of a
+failed call otherwise than TRL, so that it may have other tokens: the report counts them.
+Needs TRL (pip install '.[trl]').
+
+--products FOLDER: in place of Countdown, products by a tool (products.py), with the model and drafter in FOLDER.
 """
 
 from __future__ import annotations
@@ -27,27 +30,33 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.command import command_of, make_parser
+from benchmarks.command import command_of, make_parser, words
 from benchmarks.report import environment, markdown, ratio_text, table, write_report
 from benchmarks.turns import in_turns
 from tlt.training.report.ratio import Ratio
 
-ARMS = ("trl-tlt", "trl", "tlt")
 NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}
 WORKER = "benchmarks.trl_worker"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do. arm: one of ARMS.
-    lengths: file of the responses' lengths, written by trl-tlt, read by trl."""
+    """What a worker is to do. arm: one of NAMES.
+    tokens: file of the responses, written by the first arm, read by trl.
+    products: folder of base/ and drafter/; None: Countdown's."""
 
     arm: str
     responses: int
     max_tokens: int
     steps: int
-    lengths: str
+    tokens: str
     out: str
+    products: str | None
+
+    @property
+    def group(self) -> int:
+        """Responses to a prompt."""
+        return 8 if self.products is None else 4
 
 
 @dataclass(frozen=True)
@@ -82,19 +91,19 @@ def run_arm(job: Job, ranks: int) -> Measured:
 
 
 def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
-    """Every round measures all arms once. The first one begins with trl-tlt, whose lengths TRL alone takes
-    over."""
+    """Every round measures all arms once. TRL alone takes over the tokens of the first arm."""
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(arm: str) -> Measured:
-            out, lengths = Path(folder) / f"{arm}.json", Path(folder) / "lengths.json"
+            out, tokens = Path(folder) / f"{arm}.json", Path(folder) / "tokens.json"
             out.unlink(missing_ok=True)
-            job = Job(arm, options.responses, options.max_tokens, options.steps + 1, str(lengths), str(out))
+            amounts = (options.responses, options.max_tokens, options.steps + 1)
+            job = Job(arm, *amounts, str(tokens), str(out), options.products)
             measured = run_arm(job, options.ranks)
             print(f"{NAMES[arm]}: {sum(measured.step_seconds):.1f} s", flush=True)
             return measured
 
-        measured = in_turns({arm: partial(measure, arm) for arm in ARMS}, options.rounds)
+        measured = in_turns({arm: partial(measure, arm) for arm in options.arms}, options.rounds)
     return [list(of_round) for of_round in zip(*measured.values(), strict=True)]
 
 
@@ -102,7 +111,7 @@ def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
     """Returns a row for each arm: medians over rounds and steps, and the ratios of TRL alone's seconds to
     its, by rounds."""
     rows = []
-    for arm in ("trl", "trl-tlt", "tlt"):
+    for arm in [arm for arm in NAMES if arm in {m.arm for m in rounds[0]}]:
         own = [m for measured in rounds for m in measured if m.arm == arm]
         steps, rollouts, tokens = (
             [value for m in own for value in getattr(m, name)] for name in list(asdict(own[0]))[1:]
@@ -124,7 +133,8 @@ def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
     return rows
 
 
-def report_text(report: Mapping[str, Any]) -> str:
+def arms_table(arms: Sequence[Mapping[str, Any]]) -> str:
+    """Returns rows of `summarize` as a table."""
     columns = (
         "",
         "step, s",
@@ -144,12 +154,15 @@ def report_text(report: Mapping[str, Any]) -> str:
             ratio_text(row["step_speedup"]),
             ratio_text(row["rollout_speedup"]),
         )
-        for row in report["rows"]
+        for row in arms
     ]
+    return table(columns, rows)
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    subject = "Products by a tool, SmolLM2-135M" if report["products"] else "Countdown base model"
     about = f"{report['responses']} responses of at most {report['max_tokens']} tokens a step, {report['ranks']} ranks"
-    return markdown(
-        "TRL beside TLT", report, f"Countdown base model, {about}; medians.", table(columns, rows)
-    )
+    return markdown("TRL beside TLT", report, f"{subject}, {about}; medians.", arms_table(report["rows"]))
 
 
 def main() -> None:
@@ -159,11 +172,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="counted steps of an arm in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--arms", type=words, default=("trl-tlt", "trl", "tlt"), help="trl is not the first")
+    parser.add_argument("--products", metavar="FOLDER", help="of base/ and drafter/: products by a tool")
     options = parser.parse_args()
-    if options.responses % (8 * options.ranks):
-        parser.error(
-            f"--responses: {options.responses} are not groups of 8 on {options.ranks} ranks; give a multiple"
-        )
+    group = Job("", 0, 0, 0, "", "", options.products).group
+    if options.responses % (group * options.ranks):
+        found = f"{options.responses} are not groups of {group} on {options.ranks} ranks"
+        parser.error(f"--responses: {found}; give a multiple")
+    if options.arms[0] == "trl" or not {"trl", *options.arms} <= NAMES.keys() or "trl" not in options.arms:
+        parser.error("--arms: give trl and others of trl-tlt, tlt, of which one comes first")
     rounds = take_turns(options)
     described = {**environment(), "trl": version("trl"), "transformers": version("transformers")}
     report = {

@@ -4,11 +4,12 @@ measured as JSON."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch.distributed as dist
 
 from benchmarks.trl import Job
 from tlt.base.config.load import load_config
-from tlt.base.types import Problem, SamplingParams
+from tlt.base.config.schema import Config
+from tlt.base.types import Problem, Rollout, num_drawn
 from tlt.engine.build.engine import build_engine, load_stored_drafter
 from tlt.engine.build.model import load_model
-from tlt.tasks.countdown import TASK
+from tlt.tasks.base import get_task
+from tlt.tasks.environments.environment import Environments
 from tlt.tasks.rewards.pool import RewardPool
-from tlt.tasks.rewards.scoring import RewardSpec
-from tlt.training.build.policy import build_policy_trainer
+from tlt.training.build.environment import build_between_turns, environment_spec
+from tlt.training.build.policy import build_policy_trainer, reward_spec
+from tlt.training.build.problems import chat_format, load_problems
 from tlt.training.build.run_engine import engine_settings
 from tlt.training.build.watched_drafter import watch_drafter
 from tlt.training.live import prompt_name
@@ -33,31 +37,40 @@ from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work_queue import connect_work_queue
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"
-GROUP = 8
 NO_LEARNING = 1e-20
 """A learning rate that changes no weight in float32."""
 
-Lengths = dict[str, list[int]]
-"""By "step/prompt", the lengths of the responses to it."""
+PRODUCTS = Path(__file__).with_name("products.toml")
+
+Response = tuple[list[int], list[int], list[tuple[int, int]]]
+"""Token ids of the prompt and of the response, and where in the response its environment spoke (`Turns.given`)."""
 
 
-class StopAtLengths:
-    """Ends row b after `lengths_B[b]` tokens; `generate` continues until all rows have ended."""
+class Forced:
+    """Leaves one token possible: of row b at place t `wanted_BT[b][t]`, after them `stop_id`."""
 
-    eos_token_id: int | None = None
-    """`generate` pads ended rows only if some criterion has an attribute of this name."""
+    def __init__(self, prompt_length: int, wanted_BT: Sequence[Sequence[int]], stop_id: int) -> None:
+        self.prompt_length, self.wanted_BT, self.stop_id = prompt_length, wanted_BT, stop_id
 
-    def __init__(self, prompt_length: int, lengths_B: torch.Tensor) -> None:
-        self.end_B = prompt_length + lengths_B
+    def __call__(self, token_ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        place = token_ids_BT.shape[1] - self.prompt_length
+        tokens = [wanted[place] if place < len(wanted) else self.stop_id for wanted in self.wanted_BT]
+        kept_B1 = torch.tensor(tokens)[:, None]
+        return torch.full_like(scores_BV, -math.inf).scatter_(1, kept_B1, scores_BV.gather(1, kept_B1))
 
-    def __call__(self, token_ids_BT: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return token_ids_BT.shape[1] >= self.end_B
+
+def config_of(job: Job) -> Config:
+    changes = {"task.num_problems": job.responses // job.group * job.steps, "run.seed": 5}
+    if job.products is None:
+        options = {"task.options": {"mix": {3: 1.0}, "max_number": 15}}
+        return load_config("countdown", {**changes, **options, **own_changes(job)})
+    folder = Path(job.products)
+    models = {"model.path": str(folder / "base"), "drafter.path": str(folder / "drafter")}
+    return load_config(PRODUCTS, {**changes, **models, **own_changes(job)})
 
 
-def problems_of(job: Job) -> list[dict[str, Any]]:
-    """Returns the problems of all steps, in order; prompts of one step are different ones."""
-    return TASK.problems(job.responses // GROUP * job.steps, seed=5, mix={3: 1.0}, max_number=15)
+def own_changes(job: Job) -> dict[str, Any]:
+    return {"optimizer.learning_rate": NO_LEARNING, "sampling.max_tokens": job.max_tokens}
 
 
 class Clock:
@@ -81,11 +94,6 @@ class Clock:
 # ── TRL ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def solves(completions: list[str], numbers: list[Any], target: list[Any], **_: Any) -> list[float]:
-    puzzles = [{"numbers": n, "target": t} for n, t in zip(numbers, target, strict=True)]
-    return [TASK.score(puzzle, text)["reward"] for puzzle, text in zip(puzzles, completions, strict=True)]
-
-
 def run_trl(job: Job, clock: Clock) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -93,8 +101,10 @@ def run_trl(job: Job, clock: Clock) -> None:
 
     from tlt.apps.integrations.trl import TLTRollout
 
-    ranks = int(os.environ["WORLD_SIZE"])
-    seen: Lengths = {}
+    ranks, config = int(os.environ["WORLD_SIZE"]), config_of(job)
+    environments = Environments(environment_spec(config.environment))
+    task = get_task(config.task.name)
+    seen: list[list[Response]] = []
 
     class Steps(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -103,24 +113,31 @@ def run_trl(job: Job, clock: Clock) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.step_seconds.append(time.perf_counter() - self.start)
 
+    drafting = {"learning_rate": 1e-4, "vocabulary": config.drafter.vocabulary}
+    generate = TLTRollout(config.drafter.path, drafting=drafting)
+
     def rollout(prompts: list[Any], trainer: Any) -> Any:
-        output = ours(prompts, trainer)
-        for ids, completion in zip(output["prompt_ids"], output["completion_ids"], strict=True):
-            seen.setdefault(f"{trainer.state.global_step}/{prompt_name(ids)}", []).append(len(completion))
+        output = generate(prompts, trainer)
+        live: Any = generate.rollouts
+        seen.append(recorded(live.latest.rollouts))
         return output
 
-    ours = clock.timed(
-        clock.rollout_seconds,
-        TLTRollout(RECIPE / "drafter", drafting={"learning_rate": 1e-4}),
-    )
+    def scored(prompts: Any, completions: list[Any], row: list[str], **_: Any) -> list[float]:
+        texts = [said if isinstance(said, str) else str(said[-1]["content"]) for said in completions]
+        return [task.score(json.loads(r), text)["reward"] for r, text in zip(row, texts, strict=True)]
+
+    rows = [problem.data for problem in load_problems(config, "train")]
+    # of an update: 4 responses of 600 tokens take SmolLM2 10 GB a rank, 32 of 1,024 take Countdown's model 12
+    at_once = job.group if job.products is None else job.group // 2
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
+        settings = GRPOConfig(
             output_dir=folder,
-            # of 32 responses of 1,024 tokens at once, an update takes 12 GB a rank
-            per_device_train_batch_size=GROUP,
-            gradient_accumulation_steps=job.responses // ranks // GROUP,
-            num_generations=GROUP,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=job.responses // ranks // at_once,
+            num_generations=job.group,
             max_completion_length=job.max_tokens,
+            max_tool_calling_iterations=config.environment.max_turns - 1,
+            temperature=config.sampling.temperature,
             max_steps=job.steps,
             learning_rate=NO_LEARNING,
             shuffle_dataset=False,
@@ -133,75 +150,67 @@ def run_trl(job: Job, clock: Clock) -> None:
             logging_steps=1,
         )
         trainer = GRPOTrainer(
-            model=str(RECIPE / "base"),
-            reward_funcs=solves,
-            args=config,
-            train_dataset=Dataset.from_list(problems_of(job)),
+            model=str(config.model.path),
+            reward_funcs=scored,
+            args=settings,
+            train_dataset=Dataset.from_list(
+                [{"prompt": row.get("messages") or row["prompt"], "row": json.dumps(row)} for row in rows]
+            ),
             callbacks=[Steps()],
+            tools=[*environments.tools.values()] or None,
             rollout_func=rollout if job.arm == "trl-tlt" else None,
         )
         if job.arm == "trl":
-            forced = force_lengths(trainer, json.loads(Path(job.lengths).read_text()))
-            trainer.model.generate = clock.timed(clock.rollout_seconds, forced)
+            trainer.model.generate = force_tokens(trainer, json.loads(Path(job.tokens).read_text()))
+        trainer._generate = clock.timed(clock.rollout_seconds, trainer._generate)
         trainer.train()
         for entry in [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]:
             clock.num_tokens.append(round(entry["completions/mean_length"] * job.responses))
-    world = join_process_group(torch.device("cpu"))
-    gathered = gather_objects(world, seen)
-    if world.is_leader and job.arm == "trl-tlt":
-        Path(job.lengths).write_text(
-            json.dumps({key: value for lengths in gathered for key, value in lengths.items()})
-        )
+    if job.arm == "trl-tlt" and os.environ["RANK"] == "0":
+        Path(job.tokens).write_text(json.dumps(seen))
 
 
-def force_lengths(trainer: Any, lengths: Lengths) -> Any:
-    """Returns `model.generate` with responses of given lengths: no end of sequence before the last token,
-    which is one. Those of the largest length are cut off there, as they were."""
-    from transformers import StoppingCriteriaList
+def recorded(rollouts: Sequence[Rollout]) -> list[Response]:
+    return [([*r.prompt_ids], [*r.token_ids], [*(r.turns.given if r.turns else ())]) for r in rollouts]
 
-    generate, stop_id, longest = (
-        trainer.model.generate,
-        trainer.eos_token_ids[0],
-        trainer.max_completion_length,
-    )
-    pad_id = trainer.processing_class.pad_token_id
 
-    def forced(
-        input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        come: Counter[str] = Counter()
-        wanted = []
-        for row, mask in zip(input_ids, attention_mask, strict=True):
-            name = f"{trainer.state.global_step}/{prompt_name(row[mask.bool()].tolist())}"
-            wanted.append(lengths[name][come[name]])
-            come[name] += 1
-        width = input_ids.shape[1]
-        criteria: Any = StopAtLengths(width, torch.tensor(wanted))
-        generation_config.eos_token_id, generation_config.suppress_tokens = None, [stop_id, pad_id]
+def force_tokens(trainer: Any, steps: Sequence[Sequence[Response]]) -> Any:
+    """Returns `model.generate` that samples the tokens of given responses, by step. A row that none of them begins
+    with ends at once."""
+    from transformers import LogitsProcessorList
+
+    generate, stop_id = trainer.model.generate, trainer.eos_token_ids[0]
+
+    def forced(input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        left = [*steps[trainer.state.global_step]]
+        rows = zip(input_ids, attention_mask, strict=True)
+        wanted = [next_turn(row[mask.bool()].tolist(), left) for row, mask in rows]
+        processors: Any = LogitsProcessorList([Forced(input_ids.shape[1], wanted, stop_id)])
         tokens_BT: torch.Tensor = generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            stopping_criteria=StoppingCriteriaList([criteria]),
-            **kwargs,
+            input_ids=input_ids, attention_mask=attention_mask, logits_processor=processors, **kwargs
         )
-        for row, length in enumerate(wanted):
-            if length < longest:
-                tokens_BT[row, width + length - 1] = stop_id
         return tokens_BT
 
     return forced
+
+
+def next_turn(begun: list[int], left: list[Response]) -> list[int]:
+    """Returns the turn after these tokens of a response, which leaves the list."""
+    for response in left:
+        prompt, tokens, given = response
+        starts, ends = [0, *(end for _, end in given)], [*(first for first, _ in given), None]
+        for start, end in zip(starts, ends, strict=True):
+            if [*prompt, *tokens[:start]] == begun:
+                left.remove(response)
+                return tokens[start:end]
+    return []
 
 
 # ── TLT ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_tlt(job: Job, clock: Clock) -> None:
-    changes = {
-        "optimizer.learning_rate": NO_LEARNING,
-        "sampling.max_tokens": job.max_tokens,
-    }
-    config = load_config("countdown", changes)
+    config = config_of(job)
     world = init_process_group_from_env("cpu")
     model = load_model(config.model.path, torch.float32)
     assert model.tokenizer is not None
@@ -212,25 +221,33 @@ def run_tlt(job: Job, clock: Clock) -> None:
     )
     training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
-    params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
-    with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
-        sinks = Sinks(scorers, model.tokenizer.decode)
+    params = config.sampling.params(42, model.stop_ids)  # TRL's default seed
+    between_turns = build_between_turns(
+        config.environment, model.tokenizer, chat_format(config), model.config.max_positions
+    )
+    loaded = load_problems(config, "train")
+    problems = [Problem(prompt_name(p.prompt_ids), p.prompt_ids, p.data) for p in loaded]
+    with RewardPool(reward_spec(config), 1, 5.0) as scorers:
+        sinks = Sinks(scorers, model.tokenizer.decode, between_turns=between_turns)
         phase = RolloutPhase(world, engine, queue, sinks, timeline, lambda: False)
         generate = clock.timed(clock.rollout_seconds, phase.run)
-        num = job.responses // GROUP
+        num, seen = job.responses // job.group, list[list[Response]]()
 
         def take_step(step: int) -> None:
-            records = problems_of(job)[step * num : (step + 1) * num]
-            ids = [model.tokenizer.encode_text(record["prompt"], "prompt") for record in records]  # type: ignore[union-attr]  # asserted
-            problems = [Problem(prompt_name(i), i, record) for i, record in zip(ids, records, strict=True)]
-            result = generate(problems, GROUP, params, "rollout", step, training)
+            result = generate(
+                problems[step * num : (step + 1) * num], job.group, params, "rollout", step, training
+            )
             trainer.update(result.rollouts, result.rewards, step)
             engine.load_policy(dict(trainer.model.named_parameters()), step + 1)
-            clock.num_tokens.append(sum(len(rollout.token_ids) for rollout in result.rollouts))
+            clock.num_tokens.append(sum(map(num_drawn, result.rollouts)))
+            seen.append(recorded(result.rollouts))
 
         timed = clock.timed(clock.step_seconds, take_step)
         for step in range(job.steps):
             timed(step)
+    between_turns.close()
+    if world.is_leader and not Path(job.tokens).exists():
+        Path(job.tokens).write_text(json.dumps(seen))
 
 
 def main() -> None:
