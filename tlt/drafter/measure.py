@@ -31,13 +31,13 @@ from tlt.models.target import Target
 CANARY_TOKENS = 256
 """Response tokens measured per rank and step."""
 
-READ_FOR_EACH = 64
+READ_FOR_EACH = 8
 """Bounds the tokens read, prompts included, per measured token."""
 
 READ_AT_ONCE = 8192
 
 ARRIVAL_TOKENS = 16
-"""Response tokens read when acceptance is not due."""
+"""Response tokens read when acceptance is not due, behind so many of the prompt."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """By dtype, largest relative distance between the logits of the two copies."""
@@ -105,8 +105,8 @@ class Tally:
 
 
 class Measurement:
-    """Measures a drafter on random responses of one rank. If not `is_due`, a small sample compares the two
-    copies, and acceptance is measured only if the engine's outputs are not finite."""
+    """Measures a drafter on random responses of one rank. If not `is_due`, a small sample with cut prompts
+    compares the two copies, and acceptance is measured only if the engine's outputs are not finite."""
 
     @torch.no_grad()
     def __init__(
@@ -117,6 +117,8 @@ class Measurement:
         rng: random.Random,
         is_due: bool = True,
     ) -> None:
+        if not is_due:
+            rollouts = [replace(one, prompt_ids=one.prompt_ids[-ARRIVAL_TOKENS:]) for one in rollouts]
         self.copies, self.rollouts, self.is_due = copies, rollouts, is_due
         self.counts = draw_counts(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
         capture = copies.model.config.capture
