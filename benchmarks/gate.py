@@ -69,7 +69,7 @@ BANDS = {
     "gap": Band(high=1e-5, relative=False),
     "work": Band(high=1.03),
     "off": Band(low=0.94, is_clocked=True),
-    "speedup": Band(low=0.9, is_clocked=True),
+    "speedup": Band(low=0.8, is_clocked=True),
 }
 
 
