@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.command import carry_out, command_of, make_parser, run_child
 from benchmarks.report import environment, markdown, number, ratio_text, table, write_report
 from benchmarks.trl import arms_table
+from tlt.base.config.load import load_config
 from tlt.base.types import UserError
 
 PRODUCTS = Path(__file__).with_name("products.toml")
@@ -121,12 +122,12 @@ COLUMNS = (
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report for people."""
-    first = next(iter(report["delays"].values()))
+    config, first = load_config(PRODUCTS), next(iter(report["delays"].values()))
     off = first["runs"]["off"]
     said = (
-        f"SmolLM2-135M multiplies by a tool (products.py): {off['num_responses'] // first['num_steps']} responses a step, "
-        f"{off['turns_per_response']:.2f} turns and {off['num_tokens'] / off['num_responses']:.0f} tokens each, two ranks, temperature 0.6, LoRA; "
-        "the drafter is SmolLM2's for sums, which idle ranks train. "
+        f"{report['model']} multiplies by a tool (products.py): {off['num_responses'] // first['num_steps']} responses a step, "
+        f"{off['turns_per_response']:.2f} turns and {off['num_tokens'] / off['num_responses']:.0f} tokens each, {config.run.num_ranks} ranks, temperature {config.sampling.temperature}, LoRA; "
+        "the drafter is the recipe's own, which idle ranks train. "
         "Seconds are per step. Ratios above 1 are faster than off, or than TRL alone."
     )
     blocks = [said, table(COLUMNS, list(delay_rows(report["delays"])))]
@@ -156,7 +157,13 @@ def main() -> None:
         for delay, (tool, variants) in DELAYS.items():
             delays[delay] = measure_delay(subject, scratch, tool, variants, options.steps)
             print(f"the tool takes {delay}: measured", flush=True)
-            report = {"command": command, "environment": described, "delays": delays, "trl": trl}
+            report = {
+                "command": command,
+                "model": options.model.name,
+                "environment": described,
+                "delays": delays,
+                "trl": trl,
+            }
             write_report(options.out, report, to_markdown(report))
         if options.rounds:
             amounts = ["--responses", 8, "--max-tokens", 192, "--steps", 1, "--rounds", options.rounds]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ PANELS_AT_ONCE = 16
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LANES_F32, _LANES_I32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_LANES_I16 = ir.VectorType(ir.IntType(16), LANES)
 
 
 llvm.initialize_native_asmparser()  # for _add_pair
@@ -60,8 +58,8 @@ def multiply_panels(x, num_rows, num_steps, weights, first, end, out, adds):  # 
     loops.call(weights[1], call)
 
 
-@cache
 def compiled_multiply(dtype: torch.dtype) -> int:
+    """Multiplies by panels of this type, float32 or bfloat16. Its record: `_CALL` (`multiply_panels`)."""
     return loops.compiled(_multiply_float32 if dtype == torch.float32 else _multiply_bfloat16)
 
 
@@ -103,6 +101,7 @@ def _multiply(call, like):  # type: ignore
 
 
 FLOAT32, BFLOAT16 = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+"""Say by their type which numbers a compiled function is for."""
 
 
 def _multiply_block(kind: Any, numbers: Any, like: Any) -> Any: ...
