@@ -127,7 +127,7 @@ def test_in_its_first_rollout_the_cost_model_comes_close_to_the_best_arm_at_ever
 
 @pytest.mark.parametrize(("size", "share"), [(1, 0.6), (8, 0.95), (64, 0.95)])
 def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, share: float) -> None:
-    """docs/rollout.md states these numbers. At batch 1 a draft of one token costs but a few percent of a step."""
+    """At batch 1 a draft of one token costs but a few percent of a step."""
     for seed in range(3):
         machine = Machine({"learned": 0.0, "ngram": 0.0, "hybrid": 0.0}, 25.0, seed)
         chosen = play(CostModel(CHAINS), machine, [size] * 600)
