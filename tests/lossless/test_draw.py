@@ -30,7 +30,7 @@ def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatc
         lambda logits, *args: calls.append(len(logits)) or plain(logits, *args),
     )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
-        monkeypatch.setattr(draw_module, "ROW_BYTES", num_bytes)
+        monkeypatch.setattr(draw_module, "NOISE_BYTES", num_bytes)
         assert tokens_of(make_engine(POLICY, Fixed(TREE), max_batch_size=5), REQUESTS) == off
     assert {1, 4} < set(calls), "float64 is the reference's"
 

@@ -3,7 +3,8 @@
 Importing this file does not import torch. Axes used throughout the package:
     N tokens of a flat batch · B sequences · T tokens per sequence (in training/update/: response tokens)
     V vocabulary · E hidden size · H query heads · K key/value heads · D head dimension · L cache length
-    S cache slots
+    S cache slots · R rows of logits, one a draw · F features that are captured for the drafter
+A file that gives a letter another meaning says so in its first lines, or beside it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ key, on any engine and in any order. Speculation is then four steps:
 
     1. a drafter proposes the next tokens, a chain or a tree        law/tree.py
     2. the target computes the logits at every node in one forward  law/tree.py: positions and mask
-    3. the target draws its own token at every node, by the law     law/sampling.py
+    3. the target draws its own token at every node, by the law     law/draw.py, defined in sampling.py
     4. the walk goes on while that token is a drafted child         law/verify.py
 
 Every committed token is the target's own, so a wrong draft costs time and changes no token. A drafter agrees
@@ -20,6 +20,6 @@ more often if it uses the target's noise (Gumbel coupling), with its own distrib
 A drafter averages over what it does not know, so q is flatter than p. tau < 1 sharpens q. `TauSearch`
 (drafter/drafting/learned/calibration.py) finds the best tau.
 
-Read in law/: sampling.py, params.py, tree.py, verify.py; then tuner/protocol.py. compiled.py (CPU) and
-fused.py (GPU) compute the law of sampling.py faster; they may be skipped.
+Read in law/: sampling.py, params.py, tree.py, verify.py, draw.py; then tuner/protocol.py. compiled.py (CPU)
+and fused.py (GPU) compute the law of sampling.py faster; they may be skipped.
 """

@@ -71,7 +71,7 @@ def draw(
     kept_RV = truncate(logits_RV[:, None], params)[:, 0] if params.truncates else logits_RV
     logits = logits_RV.numpy()
     rows = (logits, kept_RV.numpy(), logits.max(axis=1) * inverse_R)
-    law = (inverse_R, _column(params.noise_scale_B11, R), *_words_of_law(keys_R4, positions_R))
+    law = (inverse_R, _column(params.noise_scale_B11, R), *_as_words(keys_R4, positions_R))
     tokens_R, logprobs_R, unsure_R = np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.bool_)
     _in_threads(_draw_rows, logits.size, R, (rows, law, (tokens_R, logprobs_R, unsure_R)))
     return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R.nonzero()[0])
@@ -102,18 +102,18 @@ def noise_to_rank_with(
     token_ids = np.arange(0) if token_ids_V is None else token_ids_V.numpy()
     noise_RV = np.empty((len(keys_R4), len(token_ids) or vocab_size), np.float32)
     _in_threads(
-        _noise_rows, noise_RV.size, len(noise_RV), (*_words_of_law(keys_R4, positions_R), token_ids, noise_RV)
+        _noise_rows, noise_RV.size, len(noise_RV), (*_as_words(keys_R4, positions_R), token_ids, noise_RV)
     )
     return torch.from_numpy(noise_RV)
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
     noise_K = np.empty(len(tokens_K), np.float32)
-    _noise_of_tokens(*_words_of_law(keys_K4, positions_K), tokens_K.numpy(), noise_K)
+    _noise_of_tokens(*_as_words(keys_K4, positions_K), tokens_K.numpy(), noise_K)
     return torch.from_numpy(noise_K)
 
 
-def _words_of_law(keys_R4: Tensor, positions_R: Tensor) -> tuple[Any, Any]:
+def _as_words(keys_R4: Tensor, positions_R: Tensor) -> tuple[Any, Any]:
     return keys_R4.numpy().astype(_U32), positions_R.numpy().astype(_U32)
 
 
@@ -239,7 +239,7 @@ def near_noise(start, token_ids, key, position, words, noise):  # type: ignore
         _words_of(token_ids[start : start + noise.shape[0]], key, position, words)
     else:
         _philox_words(start // 4, key, position, words)
-    _near_noise(words, noise)
+    _near_noise_of_words(words, noise)
 
 
 @njit(nogil=True, cache=True)
@@ -262,7 +262,7 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
 
 
 @njit(nogil=True, cache=True, fastmath=_UNCHECKED, error_model="numpy")
-def _near_noise(words, noise):  # type: ignore
+def _near_noise_of_words(words, noise):  # type: ignore
     """Writes noise within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
         w = (_F32(words[i]) + _F32(0.5)) * _TO_UNIT

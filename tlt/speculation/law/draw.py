@@ -17,13 +17,14 @@ from tlt.speculation.law import sampling
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
-ROW_BYTES = 1 << 28
+NOISE_BYTES = 1 << 28
 """Most memory for noise in `draw_by_definition`, 28 bytes per value."""
 
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """Returns compiled.py; None without Numba: sampling.py is thirty times slower at large vocabularies."""
+    """Returns compiled.py; None without Numba, where sampling.py draws, at large vocabularies thirty times
+    slower."""
     try:
         from tlt.speculation.law import compiled
     except ModuleNotFoundError as error:
@@ -42,12 +43,12 @@ def draw(
     loops = compiled_loops() if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 else None
     if loops is None:
         return _in_parts(logits_RV, keys_R4, positions_R, params)
-    tokens_R, logprobs_R, rows = loops.draw(logits_RV, keys_R4, positions_R, params)
-    if rows.numel():
-        of_rows = logits_RV[rows], params.take(rows)
-        tokens, by_definition = _in_parts(of_rows[0], keys_R4[rows], positions_R[rows], of_rows[1])
-        logprobs = loops.logprobs(of_rows[0], tokens, of_rows[1])  # one way to compute them, whoever draws
-        tokens_R[rows], logprobs_R[rows] = tokens, torch.where(logprobs.isfinite(), logprobs, by_definition)
+    tokens_R, logprobs_R, unsure = loops.draw(logits_RV, keys_R4, positions_R, params)
+    if unsure.numel():
+        logits_UV, params_U = logits_RV[unsure], params.take(unsure)
+        tokens_U, slow_U = _in_parts(logits_UV, keys_R4[unsure], positions_R[unsure], params_U)
+        fast_U = loops.logprobs(logits_UV, tokens_U, params_U)  # as of all other rows, where it is finite
+        tokens_R[unsure], logprobs_R[unsure] = tokens_U, torch.where(fast_U.isfinite(), fast_U, slow_U)
     return tokens_R, logprobs_R
 
 
@@ -102,7 +103,7 @@ def _in_parts(
     logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
 ) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits_RV.shape
-    law, per_part = draw_by_definition, ROW_BYTES // (28 * vocab_size)
+    law, per_part = draw_by_definition, NOISE_BYTES // (28 * vocab_size)
     if logits_RV.is_cuda:
         law, per_part = kernels().draw, VALUES_PER_PART // vocab_size if params.truncates else num_rows
     step = max(per_part, 1)

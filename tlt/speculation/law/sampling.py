@@ -8,6 +8,9 @@ exponential clock of rate p rings. The argmax is the first clock to ring; its ch
 rate. Noise depends on (key, absolute position n, token id v) alone, so any engine, batch, draft tree or
 restart draws the same token. Ties go to the lowest token id; temperature 0 is plain argmax. Coupling of
 drafter and target: Daliri, Musco and Suresh (arXiv 2408.07978).
+
+This file defines the law. Engines draw by draw.py, which computes the same faster: compiled.py on a CPU,
+fused.py on a GPU.
 """
 
 from __future__ import annotations

@@ -22,17 +22,17 @@ from tlt.speculation.law.sampling import sample
 
 @dataclass(frozen=True)
 class NoiseAt:
-    """Noise not yet computed, of keys_B4[b] at positions_BN[b, n]."""
+    """Names the noise Gumbel(keys_B4[b], positions_BN[b, n], v) of all tokens v; draw.py computes it."""
 
     keys_B4: Tensor
     positions_BN: Tensor
 
 
 Noise = Tensor | NoiseAt
-"""The noise of the position that follows each node: not yet computed or, in tests, values [B, N, V]."""
+"""The noise of the position that follows each node. Engines pass a `NoiseAt`, tests values [B, N, V]."""
 
 Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
-"""An audit passes a faulty one."""
+"""The type of `verify`, which tests of the audit replace by a faulty function."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
@@ -43,7 +43,7 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParam
     Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
     """
     if isinstance(noise, NoiseAt):
-        chosen_BN, logprobs_BN = _draw(logits_BNV, noise, params)
+        chosen_BN, logprobs_BN = _draw_at_nodes(logits_BNV, noise, params)
     else:
         chosen_BN, logprobs_BN = sample(logits_BNV, noise, params)
     if tree.num_nodes == 1:
@@ -63,7 +63,7 @@ def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[i
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
 
-def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
+def _draw_at_nodes(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
     B, N, _ = logits_BNV.shape
     if N == 1:
         tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)

@@ -6,6 +6,8 @@
 It takes the fastest, and off rather than what is only guessed to be faster. An arm that might be faster is
 tried while trials have cost less than EXPLORE of all seconds: finding out that a drafter is useless costs no
 more than that.
+
+Axes: A arms · D depths (acceptance.py) · P parts of a step's seconds (step_costs.py)
 """
 
 from __future__ import annotations
@@ -75,24 +77,23 @@ class CostModel(StrategyTuner):
         self.acceptance, self.costs = AcceptanceModel(arms), StepCosts(arms)
         self._uses_references_A = np.array([arm.uses_references for arm in arms])
         self._is_hybrid_A = np.array([arm.drafter == "hybrid" for arm in arms])
-        self.seconds = self.lost_seconds = 0.0
-        """Of all steps; by which trials took longer than the fastest arm would have."""
+        self.seconds = 0.0
+        """Of all steps."""
+        self.lost_seconds = 0.0
+        """What trials took beyond the seconds of the fastest arm."""
         self._num_off = 0
         self._versions: tuple[int, int] | None = None
         self._decision: Decision | None = None
         self._decided_for = 0, False
         """Batch size, and whether there were references."""
-        self._num_steps = self._hold = 0
-        """Since the decision; for which it stands."""
+        self._num_steps = 0
+        """Steps since the decision."""
+        self._hold = 0
+        """Steps for which the decision stands, unless it is a trial."""
         self._steps: list[_Step] = []
-        """Not learned from yet."""
+        """Steps not learned from yet."""
         self._ran: set[Strategy] = set()
         self._previous = Strategy.OFF
-
-    @property
-    def _stands(self) -> int:
-        """Steps for which the decision stands."""
-        return 1 if self._decision is not None and self._decision.is_trial else self._hold
 
     def choose(self, batch: BatchState) -> Choice:
         if self._num_off < NUM_FIRST:
@@ -106,7 +107,8 @@ class CostModel(StrategyTuner):
         size, had_references = self._decided_for
         is_another = abs(batch.num_running - size) > MUCH_THE_SAME * size
         is_another = is_another or bool(batch.reference_drafts) != had_references
-        if self._decision is None or is_another or self._num_steps >= self._stands:
+        is_trial = self._decision is not None and self._decision.is_trial
+        if self._decision is None or is_another or self._num_steps >= (1 if is_trial else self._hold):
             self.learn()
             before, self._decision = self._decision, self.decide(batch)
             is_confirmed = before is not None and before.best == self._decision.best

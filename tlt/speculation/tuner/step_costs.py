@@ -7,6 +7,8 @@
 
 An extended Kalman filter on the logarithms learns from every step: surprise is divided by share of the step
 and uncertainty. So one measured strategy informs the others.
+
+Axes: A arms · K knots of the forward · J parts beside the forward (PARTS) · P all parts, K and J
 """
 
 from __future__ import annotations

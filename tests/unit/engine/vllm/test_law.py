@@ -179,7 +179,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
     logits_RV = torch.randn(7, VOCAB, dtype=torch.float64)  # float64 is the reference's
     positions_R = torch.arange(7) * 3
     whole = draw(logits_RV, keys_R4, positions_R, params)
-    monkeypatch.setattr(draw_module, "ROW_BYTES", 28 * VOCAB * 3)
+    monkeypatch.setattr(draw_module, "NOISE_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []
 
     def counted(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
