@@ -46,7 +46,7 @@ from tlt.base.config.schema import Config
 from tlt.base.io.files import check_output_file
 from tlt.base.types import Problem, UserError, resolve_dtype
 from tlt.drafter.formats.export import FORMATS, export_drafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.engine.build.engine import load_stored_drafter
 from tlt.engine.build.model import drafter_folder, model_folder, open_model
 from tlt.models.hf.config import config_to_hf
@@ -180,7 +180,9 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest: in
             name = next(n for n, form in FORMATS.items() if form.method == method and form.engine == "vLLM")
             (architecture,) = config_to_hf(model.config, resolve_dtype(dtype))["architectures"]
             head_VE = model.tensors[EMBEDDING if model.config.tie_embeddings else HEAD]
-            export_drafter(stored, name, Target(folder.name, architecture, head_VE), Path(exported["model"]))
+            export_drafter(
+                stored, name, DescribedTarget(folder.name, architecture, head_VE), Path(exported["model"])
+            )
     window, c = longest + 16, model.config
     token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * resolve_dtype(dtype).itemsize
     kv_gib = 0.5 + 1.25 * max(options.batches) * window * token_bytes / 2**30

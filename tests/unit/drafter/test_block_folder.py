@@ -24,7 +24,7 @@ from tlt.drafter.formats.export import (
     with_vocabulary,
 )
 from tlt.drafter.formats.folder import StoredDrafter, choose_preset, load_drafter, load_shape, save_drafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.drafter.shape import BlockShape, Method
 
 EMBEDDING_VE = POLICY.model.embed_tokens.weight.detach()
@@ -112,7 +112,7 @@ def stored(method: Method, draft_vocab: int | None = None) -> StoredDrafter:
 def exported(folder: Path, name: str, draft_vocab: int | None = None) -> StoredDrafter:
     """Writes a drafter with random norms and heads in this format."""
     drafter = stored(FORMATS[name].method, draft_vocab)
-    target = Target("org/model", "LlamaForCausalLM", EMBEDDING_VE, embedding_VE=EMBEDDING_VE)
+    target = DescribedTarget("org/model", "LlamaForCausalLM", EMBEDDING_VE, embedding_VE=EMBEDDING_VE)
     export_drafter(drafter, name, target, folder)
     return drafter
 
@@ -252,7 +252,7 @@ def test_other_markov_heads_are_refused_and_a_trainer_s_own_tensors_are_not(tmp_
 
 
 def test_a_copy_of_the_target_s_head_is_dropped_and_another_head_stays(tmp_path: Path) -> None:
-    target = Target("m", "LlamaForCausalLM", EMBEDDING_VE)
+    target = DescribedTarget("m", "LlamaForCausalLM", EMBEDDING_VE)
     for name, head_VE, owns in (("same", EMBEDDING_VE, False), ("other", EMBEDDING_VE + 1, True)):
         exported(tmp_path / name, "vllm-dflash")
         weights = tmp_path / name / "model.safetensors"
@@ -272,7 +272,7 @@ def test_a_chosen_vocabulary_takes_the_rows_of_the_markov_head_along(tmp_path: P
     chosen = with_vocabulary(drafter, "speculators-dspark", 20, DEEP)
     rows_VR = drafter.tensors["markov_head.markov_w2.weight"][VOCAB - 20 :]
     assert torch.equal(chosen.tensors["markov_head.markov_w2.weight"], rows_VR)
-    target = Target("m", "LlamaForCausalLM", EMBEDDING_VE)
+    target = DescribedTarget("m", "LlamaForCausalLM", EMBEDDING_VE)
     export_drafter(chosen, "speculators-dspark", target, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], EMBEDDING_VE[VOCAB - 20 :])
@@ -294,4 +294,4 @@ def test_a_dspark_without_a_markov_head_goes_to_no_engine_that_reads_one(tmp_pat
     exported(tmp_path / "out", "speculators-dflash")
     found = load_drafter(edit(tmp_path / "out", {"sample_from_anchor": True}), DEEP)
     with refused("needs the Markov head that this drafter lacks"):
-        export_drafter(found, "speculators-dspark", Target("m", "x", EMBEDDING_VE), tmp_path / "x")
+        export_drafter(found, "speculators-dspark", DescribedTarget("m", "x", EMBEDDING_VE), tmp_path / "x")

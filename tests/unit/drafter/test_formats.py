@@ -26,7 +26,7 @@ from tests.lossless.helpers import CONFIG as TINY
 from tests.refused import refused
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.shape import EagleShape, Method, drafter_shape
 from tlt.models.attention import PackedCausal
@@ -66,7 +66,7 @@ def target_tensors(target: ModelConfig) -> dict[str, Tensor]:
 def export(path: Path, name: str, target: ModelConfig = DEEP, vocab: int | None = None) -> StoredDrafter:
     drafter = make_drafter(target, FORMATS[name].method, vocab)
     head_VE = target_tensors(target)["model.embed_tokens.weight"]
-    described = Target("org/model", "LlamaForCausalLM", head_VE, embedding_VE=head_VE)
+    described = DescribedTarget("org/model", "LlamaForCausalLM", head_VE, embedding_VE=head_VE)
     export_drafter(drafter, name, described, path)
     return drafter
 
@@ -163,7 +163,7 @@ def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tm
         export_drafter(
             make_drafter(DEEP, "eagle"),
             "sglang-eagle3",
-            Target("m", "LlamaForCausalLM", torch.ones(1)),
+            DescribedTarget("m", "LlamaForCausalLM", torch.ones(1)),
             tmp_path / "x",
         )
     assert list(tmp_path.iterdir()) == []
@@ -324,7 +324,7 @@ def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: 
         export_drafter(
             found,
             "vllm-eagle" if method == "eagle" else "vllm-eagle3",
-            Target("m", "x", torch.ones(1)),
+            DescribedTarget("m", "x", torch.ones(1)),
             tmp_path / "x",
         )
 
@@ -349,7 +349,7 @@ ABSENT = object()
 def test_the_residual_stream_starts_where_the_folder_says(
     tmp_path: Path, layout: str, given: object, is_normed: bool
 ) -> None:
-    target = Target("m", "LlamaForCausalLM", EMBEDDING_VE)
+    target = DescribedTarget("m", "LlamaForCausalLM", EMBEDDING_VE)
     export_drafter(make_drafter(DEEP, "eagle3"), layout, target, tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())

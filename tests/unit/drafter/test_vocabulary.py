@@ -37,7 +37,7 @@ from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.drafter.forms import new_model, pack_drafter
 from tlt.drafter.measure import Measurement, check_arrival
 from tlt.drafter.shape import Method, drafter_shape
@@ -484,7 +484,7 @@ def test_an_export_carries_the_rows_of_the_tokens_that_pay(
 ) -> None:
     drafter = with_vocabulary(stored("eagle3", frequent()), name, wanted, LARGE)
     head_VE = torch.randn(LARGE.vocab_size, LARGE.hidden_size, generator=torch.Generator().manual_seed(1))
-    export_drafter(drafter, name, Target("org/model", "LlamaForCausalLM", head_VE), tmp_path / "out")
+    export_drafter(drafter, name, DescribedTarget("org/model", "LlamaForCausalLM", head_VE), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["draft_vocab_size"] == len(tensors["lm_head.weight"]) == size

@@ -262,7 +262,7 @@ def export(options: DrafterExport) -> Record:
             with_vocabulary,
         )
         from tlt.drafter.formats.folder import load_drafter
-        from tlt.drafter.formats.layouts import Target
+        from tlt.drafter.formats.layouts import DescribedTarget
         from tlt.drafter.vocabulary import count_tokens
         from tlt.models.hf.config import config_to_hf
         from tlt.models.hf.families import load_model_config
@@ -281,7 +281,7 @@ def export(options: DrafterExport) -> Record:
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     embedding_VE = tensors["model.embed_tokens.weight"]
     head_VE = tensors.get("lm_head.weight", embedding_VE)
-    target = Target(str(options.target), architecture, head_VE, content_hash(tensors), embedding_VE)
+    target = DescribedTarget(str(options.target), architecture, head_VE, content_hash(tensors), embedding_VE)
     warnings = lack, mismatch(drafter, target), unequal_key_norms(drafter, name), drafter.note
     for warning in filter(None, warnings):
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)

@@ -25,7 +25,7 @@ from tlt.base.io.files import replace_folder
 from tlt.base.kinds import DraftVocab
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import StoredDrafter, write_files
-from tlt.drafter.formats.layouts import Target, lay_out, num_to_draft
+from tlt.drafter.formats.layouts import DescribedTarget, lay_out, num_to_draft
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import BlockShape, EagleShape, Method
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
@@ -69,7 +69,7 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
+def export_drafter(drafter: StoredDrafter, name: str, target: DescribedTarget, out: Path) -> None:
     """Writes `out`, whole or not at all. UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     tensors, described = lay_out(drafter, name, target)
@@ -120,7 +120,7 @@ def lacks_counts(drafter: StoredDrafter, name: str, wanted: DraftVocab, target: 
     )
 
 
-def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
+def mismatch(drafter: StoredDrafter, target: DescribedTarget) -> str | None:
     """Warning if the drafter was trained for other weights than the target's; None: same, or unknown."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
@@ -172,7 +172,7 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
         )
 
 
-def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str:
+def _readme(drafter: StoredDrafter, name: str, target: DescribedTarget, out: Path) -> str:
     form, about = FORMATS[name], drafter.about
     launch = form.launch.format(
         target=target.name,

@@ -21,7 +21,7 @@ Layout = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Target:
+class DescribedTarget:
     """The model to draft for.
 
     name: the name that users load it by.
@@ -40,7 +40,7 @@ def num_to_draft(config: DrafterShape) -> int:
     return config.max_depth if isinstance(config, BlockShape) else NUM_DRAFT_TOKENS
 
 
-def lay_out(drafter: StoredDrafter, name: str, target: Target) -> Layout:
+def lay_out(drafter: StoredDrafter, name: str, target: DescribedTarget) -> Layout:
     config, dtype = drafter.config, drafter.tensors["fc.weight"].dtype
     tensors, described = dict(drafter.tensors), drafter_to_hf(config, dtype, drafter.about)
     if config.method == "eagle3" or config.is_reduced:
@@ -66,13 +66,13 @@ def lay_out(drafter: StoredDrafter, name: str, target: Target) -> Layout:
     return tensors, described
 
 
-def _head(drafter: StoredDrafter, target: Target) -> Tensor:
+def _head(drafter: StoredDrafter, target: DescribedTarget) -> Tensor:
     head_VE = target.head_VE
     rows_VE = head_VE[draft_token_ids(drafter.tensors["d2t"])] if drafter.config.is_reduced else head_VE
     return rows_VE.to(drafter.tensors["fc.weight"].dtype)
 
 
-def _verified_by(target: Target, algorithm: str, num_tokens: int) -> dict[str, Any]:
+def _verified_by(target: DescribedTarget, algorithm: str, num_tokens: int) -> dict[str, Any]:
     return {
         "speculators_config": {
             "algorithm": algorithm,

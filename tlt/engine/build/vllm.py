@@ -15,13 +15,13 @@ from tlt.base.spans import Span
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
 from tlt.drafter.formats.folder import ARCHITECTURE, StoredDrafter, load_drafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.drafter.forms import pack_drafter
 from tlt.engine.build.model import Model, ModelFolder, open_model
 from tlt.engine.settings import EngineSettings
 from tlt.engine.vllm.check import check_law
 from tlt.engine.vllm.drafter import VllmDrafter, export_for_vllm
-from tlt.engine.vllm.engine import Drafting, VllmEngine
+from tlt.engine.vllm.engine import DraftingParts, VllmEngine
 from tlt.engine.vllm.link import Link, needs_own_process
 from tlt.engine.vllm.settings import VllmSettings
 from tlt.engine.vllm.strategies import draft_depths, vllm_kinds
@@ -57,7 +57,9 @@ def build_vllm(
         drafter: Mapping[str, Any] | None = NGRAM if kinds else None
         if learned is not None:
             assert isinstance(model, Model), "load_stored_drafter refuses others"
-            target = Target(model.path.name, model.config.architecture, _head_of(model).detach().cpu())
+            target = DescribedTarget(
+                model.path.name, model.config.architecture, _head_of(model).detach().cpu()
+            )
             drafter = export_for_vllm(learned, target, Path(folder))
         settings = VllmSettings(
             model.path,
@@ -70,12 +72,12 @@ def build_vllm(
         if learned is not None and learned.config.method == "dflash" and settings.way == "ipc":
             raise UserError("vllm.transfer: ipc does not bring weights to a dflash drafter; give host")
         link = Link(settings)
-    drafting = Drafting()
+    drafting = DraftingParts()
     if learned is not None and isinstance(model, Model):
         packed = pack_drafter(learned.config, learned.tensors, asked.dtype, link.device)
         served = VllmDrafter(packed, learned, link.weights.load_drafter, _head_name(model.config))
         # trained or measured, which needs a copy of the policy in our layout
-        drafting = Drafting(None, served, new_target(model.config, asked.dtype, link.device))
+        drafting = DraftingParts(None, served, new_target(model.config, asked.dtype, link.device))
     tuner = make_tuner(
         asked.speculation,
         kinds or ("ngram",),
@@ -125,5 +127,5 @@ def for_server(model: Path, drafter: Path, out: Path) -> Mapping[str, Any]:
     method = stored.config.method
     if method == "eagle" and read_json(drafter / "config.json")["architectures"] == [ARCHITECTURE[method]]:
         return {"method": method, "model": str(drafter)}
-    described = Target(str(model), target.config.architecture, _head_of(target))
+    described = DescribedTarget(str(model), target.config.architecture, _head_of(target))
     return export_for_vllm(stored, described, out)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.drafter.formats.export import export_drafter
 from tlt.drafter.formats.folder import StoredDrafter
-from tlt.drafter.formats.layouts import Target
+from tlt.drafter.formats.layouts import DescribedTarget
 from tlt.drafter.model import PackedDrafter, draft_token_ids
 from tlt.drafter.protocol import Drafting
 from tlt.drafter.shape import DrafterShape
@@ -71,7 +71,7 @@ class VllmDrafter(Drafting):
             self._rows = None
 
 
-def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> dict[str, Any]:
+def export_for_vllm(stored: StoredDrafter, target: DescribedTarget, folder: Path) -> dict[str, Any]:
     """Returns the drafter's part of vLLM's speculative_config, a block drafter's with its length."""
     method = stored.config.method
     check_form(method)

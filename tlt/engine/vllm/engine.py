@@ -12,7 +12,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Slots
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,7 +31,9 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingParts:
+    """What a VllmEngine drafts with. Without a tuner it drafts nothing."""
+
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: Target | None = None
@@ -52,7 +53,7 @@ class VllmEngine(RolloutBackend):
         *,
         max_batch_size: int,
         window: int,
-        drafting: Drafting = Drafting(),
+        drafting: DraftingParts = DraftingParts(),
         to_checkpoint: Names = dict,
         on_span: Callable[[Span], None] | None = None,
         decode: Decode | None = None,
@@ -67,9 +68,9 @@ class VllmEngine(RolloutBackend):
         self._reading: set[str] = set()
         """Sequences whose prompt vLLM is still reading."""
         self._numbers = itertools.count()
-        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)
-        """Strategies of a step: of the drafts that it verifies, made by the step before, and of the drafts
-        that it makes for the next."""
+        self._now, self._next = Strategy.OFF, Choice(Strategy.OFF)
+        """Of a step: the strategy of the drafts that it verifies, made by the step before, and the choice by
+        which it drafts for the next step."""
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,13 +108,13 @@ class VllmEngine(RolloutBackend):
     def running(self) -> list[Sequence]:
         return list(self._running.values())
 
-    def _drop(self, slots: Slots[int]) -> None:
+    def _drop(self, slots: Iterable[int]) -> None:
         names = list(self._running)
         self._leave([names[slot] for slot in slots])
 
     def abort(self) -> None:
         super().abort()
-        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)
+        self._now, self._next = Strategy.OFF, Choice(Strategy.OFF)
 
     def release(self) -> None:
         assert self.is_idle
@@ -140,7 +141,7 @@ class VllmEngine(RolloutBackend):
             num_kept = self._commit(name, token_ids, logprobs, verified)
             num_tokens += num_kept
             # finding no draft is an outcome of the strategy, too
-            if num_drafted or not (self._verifies.is_off or name in self._reading):
+            if num_drafted or not (self._now.is_off or name in self._reading):
                 rows.append((num_drafted, num_accepted, num_kept))
         self._reading -= outputs.keys()
         drafted, accepted, kept = zip(*rows, strict=True) if rows else ((),) * 3
@@ -148,7 +149,7 @@ class VllmEngine(RolloutBackend):
             self.stats.record_verifications(drafted, accepted, kept, max(drafted))
         seconds = time.perf_counter() - start
         outcome = StepOutcome(num_tokens, accepted, drafted, seconds)
-        self._account(self._verifies if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
+        self._account(self._now if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
@@ -176,11 +177,11 @@ class VllmEngine(RolloutBackend):
         """A choice holds for at least two steps: the second both drafts and verifies by it."""
         if self.tuner is None:
             return
-        is_proven = self._verifies == self._drafts.strategy
-        self._verifies = self._drafts.strategy
+        is_proven = self._now == self._next.strategy
+        self._now = self._next.strategy
         if is_proven:
-            self._drafts = self.tuner.choose(batch)
-        self.link.draft(min(self._drafts.strategy.depth, self.link.max_depth))
+            self._next = self.tuner.choose(batch)
+        self.link.draft(min(self._next.strategy.depth, self.link.max_depth))
 
     def _commit(
         self, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...], verified: Verified
@@ -191,18 +192,18 @@ class VllmEngine(RolloutBackend):
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         rejected = draft[num_accepted] if num_accepted < len(draft) else None
         verdict = Verdict(token_ids, num_accepted, (), logprobs, len(draft), rejected)
-        return sequence.commit(verdict, self.decode, self._verifies.drafter)
+        return sequence.commit(verdict, self.decode, self._now.drafter)
 
     def _account(
         self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool
     ) -> None:
         """The tuner learns only from steps that read no prompts."""
         is_typical = outcome.num_tokens > 0 and not read_prompts
-        is_steady = is_typical and strategy == self._drafts.strategy
-        self._count_step(self._drafts if is_steady else Choice(strategy), batch, outcome, start)
+        is_steady = is_typical and strategy == self._next.strategy
+        self._count_step(self._next if is_steady else Choice(strategy), batch, outcome, start)
         self.stats.num_preemptions += self.link.take_preemptions()
         if self.tuner is not None and is_typical:
-            drafted_next = None if is_steady else self._drafts.strategy
+            drafted_next = None if is_steady else self._next.strategy
             self.tuner.observe(strategy, batch, dataclasses.replace(outcome, drafted_next=drafted_next))
 
     def _finish(self, captures: bool) -> list[Finished]:

@@ -113,7 +113,7 @@ class Link:
         self._engine.abort_request([self._internal_ids.pop(name) for name in names], internal=True)
 
     def draft(self, depth: int) -> None:
-        """Sets the draft length of the next step's end."""
+        """Sets how many tokens the next step drafts at its end, for the step after it to verify."""
         self._scheduler.num_to_draft = depth
 
     def verified(self, name: str) -> Verified:

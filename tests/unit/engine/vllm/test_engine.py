@@ -24,7 +24,7 @@ from tests.unit.engine.own.test_sequence import assert_account_for_all
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Rollout, SamplingParams
 from tlt.engine.vllm.check import check_law, probes
-from tlt.engine.vllm.engine import Drafting, VllmEngine
+from tlt.engine.vllm.engine import DraftingParts, VllmEngine
 from tlt.engine.vllm.inside.law import LawTable, RowLaw
 from tlt.engine.vllm.inside.verified import Verified
 from tlt.speculation.law.params import BatchParams
@@ -182,7 +182,7 @@ CHAINS = [Strategy.OFF, *(Strategy("ngram", depth, 1, depth) for depth in (1, 2,
 
 
 def engine_over(link: Any, tuner: Any = None, **options: Any) -> VllmEngine:
-    drafting = Drafting(tuner)
+    drafting = DraftingParts(tuner)
     return VllmEngine(link, max_batch_size=SLOTS, window=WINDOW, drafting=drafting, **options)
 
 
@@ -264,7 +264,7 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
         if any(one.draft for one in link.drafted.values()):
             name = str(strategies[-1])
             verified[name] = verified.get(name, 0) + sum(len(tokens) for tokens, _ in found.values())
-        strategies.append(engine._drafts.strategy)
+        strategies.append(engine._next.strategy)
         return found
 
     link.step = counted  # type: ignore[method-assign]  # counts on the way

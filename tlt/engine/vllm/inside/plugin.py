@@ -26,7 +26,9 @@ PROCESSOR = "tlt.engine.vllm.inside.runner_v2:LawProcessor"
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledLaw:
+    """What the plug-in has put into a model runner, as its attribute `tlt`."""
+
     table: LawTable
     capture: FeatureCapture | None
     unread: UnreadPositions | None = None
@@ -117,7 +119,7 @@ def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
         init_logger("vllm.tlt").info("Tokens are drawn by tlt's law: a request's seed alone decides them.")
 
 
-def _install(runner: Any, given: dict[str, Any]) -> Installed:
+def _install(runner: Any, given: dict[str, Any]) -> InstalledLaw:
     tau, drafts = float(given.get("tau", DEFAULT_TAU)), runner.vllm_config.speculative_config
     reads_hidden = drafts is not None and drafts.method in ("eagle", "eagle3", "dflash")
     is_dflash, is_v2 = drafts is not None and drafts.use_dflash(), runner.vllm_config.use_v2_model_runner
@@ -128,14 +130,14 @@ def _install(runner: Any, given: dict[str, Any]) -> Installed:
 
         table = runner_v2.install_v2(runner, tau)
         may_sleep = reads_hidden and _may_sleep(drafter_v2.why_awake_v2(runner))
-        return Installed(table, None, drafter_v2.DrafterV2(runner, table).unread if may_sleep else None)
+        return InstalledLaw(table, None, drafter_v2.DrafterV2(runner, table).unread if may_sleep else None)
     batch = runner_v1.install_v1(runner, tau)
     if is_dflash:
         block_v1.BlockDrafter(runner, batch)
     may_sleep = reads_hidden and _may_sleep(drafter_v1.why_awake_v1(runner))
     unread = drafter_v1.DrafterV1(runner, batch).unread if may_sleep else None
     capture = FeatureCapture(runner, batch) if given.get("captures") else None
-    return Installed(batch.table, capture, unread)
+    return InstalledLaw(batch.table, capture, unread)
 
 
 def _may_sleep(reason: str | None) -> bool:

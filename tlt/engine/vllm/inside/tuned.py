@@ -40,7 +40,7 @@ class TunedScheduler(LengthScheduler):
         )
         assert tuner is not None, "it is adaptive"
         self.tuner = tuner
-        self._verifies, self._drafts = Strategy.OFF, Choice(Strategy.OFF)  # as in engine.py
+        self._now, self._next = Strategy.OFF, Choice(Strategy.OFF)  # as in engine.py
         self._began = 0.0
         self._batch: BatchState | None = None
         """The batch of this step; None: the step also reads prompts, and the tuner does not learn from it."""
@@ -48,11 +48,11 @@ class TunedScheduler(LengthScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._began = time.perf_counter()
-        is_proven = self._verifies == self._drafts.strategy  # a choice holds for two steps
-        self._verifies = self._drafts.strategy
+        is_proven = self._now == self._next.strategy  # a choice holds for two steps
+        self._now = self._next.strategy
         if self.running and is_proven:
-            self._drafts = self.tuner.choose(self._batch_state(self.running))
-        self.num_to_draft = self._drafts.strategy.depth
+            self._next = self.tuner.choose(self._batch_state(self.running))
+        self.num_to_draft = self._next.strategy.depth
         output = super().schedule(*args, **kwargs)
         drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
         is_decode = all(count == 1 + len(drafts.get(name, ())) for name, count in counts.items())
@@ -76,7 +76,7 @@ class TunedScheduler(LengthScheduler):
         return outputs
 
     def _learn(self, batch: BatchState, num_sampled: dict[str, int], seconds: float) -> None:
-        verified = self._verifies
+        verified = self._now
         rows = [
             (num - 1, len(self.verified[name].draft) if name in self.verified else 0)
             for name, num in num_sampled.items()
@@ -85,10 +85,10 @@ class TunedScheduler(LengthScheduler):
         accepted, drafted = zip(*rows, strict=True) if rows else ((), ())
         outcome = StepOutcome(sum(num_sampled.values()), accepted, drafted, seconds)
         strategy = verified if rows else Strategy.OFF
-        is_steady = strategy == self._drafts.strategy
-        self._stats.record_step(self._drafts if is_steady else Choice(strategy), outcome, batch.num_running)
+        is_steady = strategy == self._next.strategy
+        self._stats.record_step(self._next if is_steady else Choice(strategy), outcome, batch.num_running)
         if outcome.num_tokens > 0:
-            drafted_next = None if is_steady else self._drafts.strategy
+            drafted_next = None if is_steady else self._next.strategy
             self.tuner.observe(strategy, batch, replace(outcome, drafted_next=drafted_next))
 
     def _say(self) -> None:

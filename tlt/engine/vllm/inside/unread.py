@@ -104,14 +104,14 @@ class UnreadPositions:
         return self.kept_SRF[slots_N, positions_N % self.kept_SRF.shape[1]]
 
     def read(self, rows: Rows, indices: Integers, read: Read) -> None:
+        """Reads what is unread before the step's first positions, of the rows at these indices."""
         firsts_B = self.first_S[rows.slots_B]
         for some in self._passes(indices, rows.starts_B - firsts_B):
             read(Unread(some, rows.slots_B[some], firsts_B[some], rows.starts_B[some]))
         self.first_S[rows.slots_B[indices]] = NOTHING
 
     def must_run(self, rows: Rows, hidden_NF: Tensor) -> bool:
-        """Whether the drafter reads this step's rows itself, all of them, for one is a prompt or exceeds the
-        room."""
+        """Whether the drafter must read the step's rows at once: one is a prompt, or longer than the room."""
         room = self.make_room(hidden_NF).shape[1]
         return bool((rows.are_prompts_B | (rows.counts_B > room)).any())
 

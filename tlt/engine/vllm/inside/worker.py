@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from tlt.engine.vllm.inside.block_weights import BlockWeights
 from tlt.engine.vllm.inside.law import Recorded
 from tlt.engine.vllm.inside.packed import forget_experts, head_error, pack_heads
-from tlt.engine.vllm.inside.plugin import Installed, register
+from tlt.engine.vllm.inside.plugin import InstalledLaw, register
 from tlt.models.hf.weights import content_hash
 
 register()  # a worker process imports this module before it loads its model
@@ -131,7 +131,7 @@ class TltWorker:
         return kept
 
     @property
-    def _tlt_installed(self) -> Installed:
+    def _tlt_installed(self) -> InstalledLaw:
         return self.model_runner.tlt
 
     def _tlt_model(self, is_drafter: bool) -> Any:
