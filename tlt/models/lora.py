@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tlt.base.config.lora import ALL_LINEAR, LoraSection
 from tlt.base.types import UserError
@@ -76,7 +75,7 @@ class LoraExperts(nn.Module, AdaptedLayer):
 
     def __init__(self, experts: nn.Module, name: str, lora: LoraSection, dtype: torch.dtype) -> None:
         super().__init__()
-        self._base, self.name = (experts,), name  # its parent, no child
+        self._base, self.name = (experts,), name  # in a tuple, else the parent would be registered as a child
         num_experts, *sides = getattr(experts, name).shape
         self.is_transposed = getattr(experts, "is_transposed", True)  # Llama 4's do not say it
         num_out, num_in = reversed(sides) if self.is_transposed else sides
@@ -120,15 +119,15 @@ def add_adapters(model: Policy, lora: LoraSection, dtype: torch.dtype) -> None:
     """Freezes the model and adds adapters in place, on the meta device. UserError for a target that the model
     lacks, or a rank larger than a matrix."""
     matrices = _matrices(model)
-    kinds = _kinds(matrices, lora)
-    targets = {name: tensor for name, tensor in matrices.items() if kind_of(name) in kinds}
-    side, smallest = min((min(tensor.shape[-2:]), kind_of(name)) for name, tensor in targets.items())
+    targets = _targets_of(matrices, lora)
+    chosen = {name: tensor for name, tensor in matrices.items() if target_of(name) in targets}
+    side, smallest = min((min(tensor.shape[-2:]), target_of(name)) for name, tensor in chosen.items())
     if lora.rank > side:
         raise UserError(
             f"lora.rank: {lora.rank} is more than the smaller side of {smallest}, {side}; give at most {side}"
         )
     model.requires_grad_(False)
-    for name in targets:
+    for name in chosen:
         path, _, parameter = name.rpartition(".")
         layer = model.get_submodule(path)
         if isinstance(layer, nn.Linear):
@@ -158,14 +157,15 @@ def _matrices(model: Policy) -> dict[str, Tensor]:
     }
 
 
-def kind_of(name: str) -> str:
-    """q_proj of …self_attn.q_proj.weight, experts.down_proj of …mlp.experts.down_proj."""
+def target_of(name: str) -> str:
+    """A matrix's name in lora.targets: q_proj of …self_attn.q_proj.weight, experts.down_proj of
+    …mlp.experts.down_proj."""
     path = name.removesuffix(".weight")
     return ".".join(path.split(".")[-2:]) if path == name else path.rpartition(".")[2]
 
 
-def _kinds(matrices: Mapping[str, Tensor], lora: LoraSection) -> tuple[str, ...]:
-    known = dict.fromkeys(map(kind_of, matrices))
+def _targets_of(matrices: Mapping[str, Tensor], lora: LoraSection) -> tuple[str, ...]:
+    known = dict.fromkeys(map(target_of, matrices))
     if lora.targets == (ALL_LINEAR,):
         return tuple(known)
     if unknown := [target for target in lora.targets if target not in known]:
@@ -176,14 +176,14 @@ def _kinds(matrices: Mapping[str, Tensor], lora: LoraSection) -> tuple[str, ...]
 
 
 @lru_cache
-def kinds_of(config: ModelConfig, lora: LoraSection) -> tuple[str, ...]:
+def targets_of(config: ModelConfig, lora: LoraSection) -> tuple[str, ...]:
     """lora.targets, all-linear spelled out for the model."""
     with torch.device("meta"):
-        return _kinds(_matrices(new_transformer(config)), lora)
+        return _targets_of(_matrices(new_transformer(config)), lora)
 
 
-def kinds_of_experts(config: ModelConfig) -> tuple[str, ...]:
-    return tuple(kind for kind in kinds_of(config, LoraSection(rank=1)) if "." in kind)
+def targets_of_experts(config: ModelConfig) -> tuple[str, ...]:
+    return tuple(target for target in targets_of(config, LoraSection(rank=1)) if "." in target)
 
 
 def prefix_of(name: str) -> str:
@@ -231,14 +231,6 @@ def adapter_shapes(config: ModelConfig, lora: LoraSection) -> dict[str, torch.Si
 @lru_cache
 def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
     return sum(shape.numel() for shape in adapter_shapes(config, lora).values())
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers. The sums of a tensor's shards add up to its
-    own."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    return local.view(integers).sum(dtype=torch.int64)
 
 
 class BaseOf:

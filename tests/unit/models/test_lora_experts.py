@@ -21,7 +21,7 @@ from tlt.engine.build.model import load_model, open_model, open_start
 from tlt.models.any import AnyTarget
 from tlt.models.hf.peft import PREFIX, AdaptedTensors, save_adapter
 from tlt.models.hf.weights import read_safetensors
-from tlt.models.lora import BaseOf, adapted, count_adapters, kinds_of, prefix_of
+from tlt.models.lora import BaseOf, adapted, count_adapters, prefix_of, targets_of
 from tlt.training.ranks.sharding import FullTensors
 
 EXPERTS = ["Qwen3-30B-A3B", "OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b", "GLM-4.5-Air"]
@@ -44,7 +44,7 @@ def test_the_default_adapts_every_matrix_and_the_engine_gets_the_sum(
     name: str, kinds: tuple[str, ...]
 ) -> None:
     policy = make_policy(name)
-    assert set(kinds_of(policy.config, make_config().lora)) == set(kinds)
+    assert set(targets_of(policy.config, make_config().lora)) == set(kinds)
     expected = logits_of(policy)
     target = AnyTarget(policy.config, torch.float64)
     target.load(FullTensors(policy, torch.float64), 1)

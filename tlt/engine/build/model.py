@@ -23,7 +23,7 @@ from tlt.models.hf.limits import Limits, read_limits
 from tlt.models.hf.peft import AdaptedTensors, Adapter, read_adapter
 from tlt.models.hf.tokenizer import Tokenizer, check_stop_ids, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.models.hf.weights import StoredTensors
-from tlt.models.lora import kinds_of
+from tlt.models.lora import targets_of
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
         )
     for key in ("rank", "scale", "targets") if config.lora.is_used else ():
         wanted, found = (
-            sorted(kinds_of(shape, lora)) if key == "targets" else getattr(lora, key)
+            sorted(targets_of(shape, lora)) if key == "targets" else getattr(lora, key)
             for lora in (config.lora, adapter.lora)
         )
         if wanted != found:

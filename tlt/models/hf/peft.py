@@ -37,9 +37,9 @@ from tlt.models.lora import (
     adapted_on_meta,
     adapter_shapes,
     is_of_adapter,
-    kinds_of,
-    kinds_of_experts,
     prefix_of,
+    targets_of,
+    targets_of_experts,
 )
 
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -110,7 +110,7 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
 def adapter_config(
     config: ModelConfig, lora: LoraSection, base: str, revision: str | None
 ) -> dict[str, object]:
-    kinds, has_experts = kinds_of(config, lora), bool(kinds_of_experts(config))
+    kinds, has_experts = targets_of(config, lora), bool(targets_of_experts(config))
     # PEFT takes these in target_modules for single experts' matrices
     as_parameters = {kind: f"{kind}.weight" for kind in ("gate_proj", "up_proj", "down_proj") if has_experts}
     parameters = [as_parameters.get(kind, kind) for kind in kinds if "." in kind or kind in as_parameters]
@@ -206,13 +206,13 @@ def _shapes_of_experts(config: ModelConfig, rank: int, paths: Iterable[str]) -> 
 
 
 def _targets(matrices: set[str], said: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    kinds, experts = {name.rpartition(".")[2] for name in matrices}, kinds_of_experts(config)
+    kinds, experts = {name.rpartition(".")[2] for name in matrices}, targets_of_experts(config)
     wrapped = kinds & {"base_layer", *(kind.partition(".")[0] for kind in experts)}
     if "base_layer" not in wrapped:  # one tensor of the experts alone
         given = {str(name).rpartition(".")[2] for name in said.get("target_parameters") or ()}
         experts = tuple(kind for kind in experts if kind.partition(".")[2] in given)
     named = {*(kinds - wrapped), *(experts if wrapped else ())}
-    return tuple(sorted(named)) or kinds_of(config, LoraSection(rank=1))[:1]  # single experts alone
+    return tuple(sorted(named)) or targets_of(config, LoraSection(rank=1))[:1]  # single experts alone
 
 
 def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict[str, torch.Size]:

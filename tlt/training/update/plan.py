@@ -21,8 +21,11 @@ from tlt.models.decoder import ModelConfig
 
 @dataclass(frozen=True)
 class Experience:
+    """A response with what the update learns from it."""
+
     rollout: Rollout
     advantages: tuple[float, ...]
+    """One for each token of the policy's own (`Rollout.drawn`)."""
     needs_grad: bool
     metric_weight: float = 1.0
     """Responses that it stands for in the metrics; 0: another one stands for it."""

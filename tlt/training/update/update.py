@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tlt.base.config.algorithm import AlgorithmSection
 from tlt.base.config.sampling import SamplingSection
@@ -35,7 +36,7 @@ from tlt.base.types import Reward, Rollout, UserError, id_of, in_order
 from tlt.engine.equal_rows import EqualRows
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Policy
-from tlt.models.lora import BaseOf, bit_sum
+from tlt.models.lora import BaseOf
 from tlt.training.update.algorithms import (
     importance_ratio,
     importance_weights,
@@ -157,7 +158,7 @@ class PolicyTrainer:
         minibatches = [responses[i :: section.minibatches] for i in range(section.minibatches)]
         shares = [self._plan(minibatch) for minibatch in minibatches]
         is_on_policy = section.epochs * section.minibatches == 1  # then the old logprobs are this pass's own
-        measured = self._routes()  # of the policy that sampled
+        measured = self._routes()  # counts the experts of the policy that sampled, for the metrics
         old = {} if is_on_policy else self._frozen(self.model, shares, measured)
         if self.reference is not None and self.has_kl_loss:
             reference = self._frozen(self.reference, shares, None)
@@ -223,7 +224,7 @@ class PolicyTrainer:
 
     def _digest_weights(self) -> str:
         """The digest is the same for whole weights and for slices."""
-        sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
+        sums = torch.stack([_bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
@@ -343,3 +344,11 @@ class PolicyTrainer:
         sharded_over = self.group if self.gradients.needs_equal_shares else None
         check_weights(self.trained(), step, self.optimizer_section, sharded_over)
         return grad_norm
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers. The sums of a tensor's shards add up to its
+    own."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    return local.view(integers).sum(dtype=torch.int64)
