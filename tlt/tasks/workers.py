@@ -128,7 +128,7 @@ class Closed(Exception):
     """The pool is closed."""
 
 
-class Place:
+class WorkerSlot:
     """A thread's worker, started ahead of its first call and replaced when killed.
 
     The first death starts a spare: code that imports much takes longer to start than to answer.
@@ -165,7 +165,7 @@ class Crew(Generic[Job, Result]):
     """
 
     def __init__(
-        self, num_workers: int, start: Callable[[], Worker], answer: Callable[[Job, Place], Result]
+        self, num_workers: int, start: Callable[[], Worker], answer: Callable[[Job, WorkerSlot], Result]
     ) -> None:
         self._start_worker, self._answer = start, answer
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -213,10 +213,10 @@ class Crew(Generic[Job, Result]):
         self._threads = []
 
     def _serve(self) -> None:
-        place = Place(self._start)
+        slot = WorkerSlot(self._start)
         while (job := self._jobs.get()) is not None:
             try:
-                result: Result | Exception = self._answer(job, place)
+                result: Result | Exception = self._answer(job, slot)
             except Closed:
                 return
             except Exception as error:  # ours, or a job that cannot be pickled

@@ -21,7 +21,7 @@ from tlt.models.hf.peft import save_adapter
 from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
 from tlt.tasks.rewards.pool import RewardPool
-from tlt.training.build.data import read_data
+from tlt.training.build.data import read_run_data
 from tlt.training.build.environment import build_between_turns
 from tlt.training.build.files import Attempt, open_files
 from tlt.training.build.models import build_models
@@ -95,7 +95,7 @@ class Run:
             stopping=lambda: STOPPING if stop.is_set() else "",
         )
         self._stop = stop
-        stop.show(self.console.is_live)
+        stop.show(self.console.is_live)  # live lines tell of Ctrl-C themselves
         path = rank_path(self.out_dir, world.rank)
         self.timeline = Timeline(world.rank, path, epoch, say=self.console.note)
         try:
@@ -127,7 +127,7 @@ class Run:
         config, world = self.config, self.world
         model = open_start(config, master_dtype(config))
         assert model.tokenizer is not None, "the preflight has encoded the problems with it"
-        self.data = read_data(config, model.tokenizer, model.config)
+        self.data = read_run_data(config, model.tokenizer, model.config)
         check_same_problems(world, self.data.problems, self.data.held_out)
         self.models = build_models(config, model, world, self.timeline, self.data.longest_prompt)
         inputs = self.data.inputs(self.models.trainer.initial_digest)
@@ -157,15 +157,16 @@ class Run:
     def _resume(self, checkpoints: CheckpointWriter, inputs: Inputs) -> Attempt:
         world, found = self.world, find_checkpoint(checkpoints.folder, self.world)
         identify = partial(identify_run, self.out_dir, self.config, inputs, self.console.note)
-        run = broadcast_json(world, on_all_ranks(world, lambda: identify() if world.is_leader else ""))
+        # the leader reads the files; its mistake is raised on all ranks
+        run_id = broadcast_json(world, on_all_ranks(world, lambda: identify() if world.is_leader else ""))
         if found is None:
-            return Attempt(run, inputs)
+            return Attempt(run_id, inputs)
         path, manifest = found
         own = load_checkpoint(path, manifest, self.models.tensors(), world)
         self.models.restore(manifest.counters, own)
         checkpoints.saved = Saved(manifest.step, manifest.digest)
         self.console.note(f"resumed after {manifest.step} updates from {path}")
-        return Attempt(run, inputs, manifest.step, manifest.counters["follows"])
+        return Attempt(run_id, inputs, manifest.step, manifest.counters["follows"])
 
     def _track(self) -> Tracking:
         settings, folder = self.config.tracking, self.out_dir
@@ -187,9 +188,9 @@ class Run:
     def keep_responses(self, purpose: Purpose, phase: PhaseResult) -> None:
         if self.files.responses is not None and self.world.is_leader:
             if purpose == "rollout":
-                self.files.responses.write(purpose, self.step, self.step + 1, phase)
+                self.files.responses.write(purpose, policy_step=self.step, number=self.step + 1, phase=phase)
             else:
-                self.files.responses.write(purpose, 0, self.step, phase)
+                self.files.responses.write(purpose, policy_step=0, number=self.step, phase=phase)
 
     def publish(self, version: int) -> None:
         """version: updates behind the policy."""

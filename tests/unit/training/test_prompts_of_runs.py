@@ -19,7 +19,7 @@ from tlt.base.types import SamplingParams, UserError
 from tlt.models.hf import prompts
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.training.build.data import RunData, read_data
+from tlt.training.build.data import RunData, read_run_data
 from tlt.training.build.problems import load_problems
 from tlt.training.saved.inputs import Inputs, special_tokens_of
 
@@ -53,7 +53,7 @@ def configure(folder: Path, rows: list[Any], name: str = "chatml", **task: Any) 
 
 def read(config: Config) -> RunData:
     folder = config.model.path
-    return read_data(config, load_tokenizer(folder), load_model_config(folder))
+    return read_run_data(config, load_tokenizer(folder), load_model_config(folder))
 
 
 def rows_of(*texts: str) -> list[Any]:

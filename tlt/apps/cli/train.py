@@ -60,6 +60,7 @@ def _run(options: Train, began: Moment) -> int:
         from tlt.training.saved.run_identity import read_begun
 
     def resolve(goes_on: bool) -> Config:
+        """goes_on: see `resolve_config`."""
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
         chosen = options.resume if is_checkpoint(options.resume) and not goes_on else None
         is_new = options.resume is None and not goes_on

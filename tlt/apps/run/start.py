@@ -41,7 +41,7 @@ from tlt.models.hf.tokenizer import load_tokenizer, writes_date
 from tlt.models.hf.weights import count_parameters
 from tlt.models.lora import count_adapters
 from tlt.tasks.rewards.scoring import Scorer
-from tlt.training.build.data import RunData, read_data
+from tlt.training.build.data import RunData, read_run_data
 from tlt.training.build.policy import reward_spec
 from tlt.training.build.problems import chat_format
 from tlt.training.build.ranks import RankChoice, all_ranks, choose_ranks, local_ranks
@@ -244,7 +244,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
         check_wanted(config.drafter.vocabulary, stored.config)
         if config.rollout.engine == "vllm" and vllm_kinds(config.rollout.speculation, True) == ("learned",):
             check_form(stored.config.method)
-    data = read_data(config, load_tokenizer(model_folder(config)), model)
+    data = read_run_data(config, load_tokenizer(model_folder(config)), model)
     check_max_tokens(
         data.all_problems, config.sampling.max_tokens, model.max_positions, "sampling.max_tokens"
     )

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from tlt.base.types import UserError
 from tlt.tasks.environments.environment import Answer, Ask, Environments, EnvironmentSpec, say_error
-from tlt.tasks.workers import CannotStart, Crew, Place, Worker, WorkerLost, serve
+from tlt.tasks.workers import CannotStart, Crew, Worker, WorkerLost, WorkerSlot, serve
 
 MAX_LOST_BEFORE = 3
 """Workers lost in a row before they took up a call; then the machine is at fault."""
@@ -89,10 +89,10 @@ class EnvironmentPool(Generic[Key]):
         """May be called twice."""
         self._crew.close()
 
-    def _answer(self, job: _Job, place: Place) -> Answer:
+    def _answer(self, job: _Job, slot: WorkerSlot) -> Answer:
         for number in range(1, MAX_LOST_BEFORE + 1):
             try:
-                answer: Answer = place.answer(job.ask, self.timeout_seconds)
+                answer: Answer = slot.answer(job.ask, self.timeout_seconds)
             except (OSError, CannotStart) as error:
                 raise UserError(f"environment: {error}; correct it") from None
             except WorkerLost as loss:

@@ -28,7 +28,7 @@ from tlt.base.records import RewardSummary
 from tlt.base.types import ResponseId, Reward, Turns, UserError
 from tlt.tasks.rewards.scoring import MAX_METRICS, OWN_SCORE, Call, Completion, RewardSpec, Scorer
 from tlt.tasks.rewards.worker import start_worker
-from tlt.tasks.workers import CannotStart, Crew, Place, WorkerLost
+from tlt.tasks.workers import CannotStart, Crew, WorkerLost, WorkerSlot
 
 MAX_LOST_WITH = 2
 """After as many workers lost over a call its responses have no score."""
@@ -143,7 +143,7 @@ class RewardPool:
         self._pending[response_id] = Pending(response)
         if self._scorer.scores_alone:
             self._queue(Job((response_id,), Call((response,), False)))
-        elif not self.by_group:  # its environment has scored it
+        elif not self.by_group:  # its environment has scored it, and `combine` reads that alone
             self._crew.tell(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
 
     def complete(self, group: Sequence[ResponseId]) -> None:
@@ -227,17 +227,17 @@ class RewardPool:
             else:
                 pending.own = result[number]
             num_known = sum(part is not None for part in (pending.own, pending.of_functions))
-            if num_known >= self.by_group + self._scorer.scores_alone:
+            if num_known >= self.by_group + self._scorer.scores_alone:  # each that is expected has come
                 del self._pending[response_id]
                 own = pending.own if self._scorer.scores_alone else None
                 rewards[response_id] = self._scorer.combine(own, pending.of_functions, response)
         return rewards
 
-    def _answer(self, job: Job, place: Place) -> list[Reward]:
+    def _answer(self, job: Job, slot: WorkerSlot) -> list[Reward]:
         call, lost_with, lost_before = job.call, 0, 0
         while True:
             try:
-                rewards: list[Reward] = place.answer(call, self.timeout_seconds * len(call.responses))
+                rewards: list[Reward] = slot.answer(call, self.timeout_seconds * len(call.responses))
                 return rewards
             except CannotStart as error:
                 return call.refused(str(error))

@@ -164,10 +164,9 @@ class Scorer:
             function.check(offered)
 
     def score(self, group: Sequence[Completion]) -> list[Reward]:
-        alone = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
-        together = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
-        parts = zip(alone, together, group, strict=True)
-        return [self.combine(own, of_functions, one) for own, of_functions, one in parts]
+        own = [self.answer(Call((one,), False))[0] if self.scores_alone else None for one in group]
+        of_functions = self.answer(Call(tuple(group), True)) if self.by_group else [None] * len(group)
+        return [self.combine(*parts) for parts in zip(own, of_functions, group, strict=True)]
 
     def answer(self, call: Call) -> list[Reward]:
         """Returns a part of each reward; `combine` joins the parts."""
@@ -181,27 +180,27 @@ class Scorer:
             return [_unscored(response, error) for response in call.responses]
 
     def combine(
-        self, alone: Reward | None, together: Reward | None, response: Completion | None = None
+        self, own: Reward | None, of_functions: Reward | None, response: Completion | None = None
     ) -> Reward:
         """Joins a response's parts.
 
-        alone: the task's own score; None: it does not count.
-        together: the functions' weighted sum; None: there are none.
+        own: the task's own score; None: it does not count.
+        of_functions: the functions' weighted sum; None: there are none.
         response: of which an environment may have given a reward.
         """
         turns = None if response is None else response.turns
         if response is not None and turns is not None and turns.failure:
             return Reward(0.0, False, f"environment: {turns.failure}", task=_task_of(response))
-        found = [part for part in (together, alone) if part is not None]
+        found = [part for part in (of_functions, own) if part is not None]
         failed = next((part for part in found if part.error), None)
         if failed is not None or (not self.spec.functions and not self.spec.environment):
             return failed or found[0]
         task = found[0].task if response is None else _task_of(response)
         total, parts = 0.0, dict[str, float]()
-        if together is not None:
-            total, parts = together.value, dict(together.parts)
-        if alone is not None and self.own_weight is not None:
-            total, parts[OWN_SCORE] = total + self.own_weight * alone.value, alone.value
+        if of_functions is not None:
+            total, parts = of_functions.value, dict(of_functions.parts)
+        if own is not None and self.own_weight is not None:
+            total, parts[OWN_SCORE] = total + self.own_weight * own.value, own.value
         if turns is not None and turns.reward is not None:
             total, parts[OF_ENVIRONMENT] = total + turns.reward, turns.reward
         if not parts:
@@ -210,8 +209,8 @@ class Scorer:
             total = _to_number(total, "the weighted sum: ")
         except Unscorable as error:
             return Reward(0.0, False, str(error), task=task)
-        is_solved = total >= self.spec.solved_at if alone is None else alone.is_solved
-        return Reward(total, is_solved, "", parts, {} if together is None else together.metrics, task)
+        is_solved = total >= self.spec.solved_at if own is None else own.is_solved
+        return Reward(total, is_solved, "", parts, {} if of_functions is None else of_functions.metrics, task)
 
     def warm_up(self) -> None:
         warm_up(self.task, self.spec.options)

@@ -65,7 +65,7 @@ class RunData:
             one.encoded.write(folder / NAMES[split])
 
 
-def read_data(config: Config, tokenizer: Tokenizer, shape: ModelConfig) -> RunData:
+def read_run_data(config: Config, tokenizer: Tokenizer, shape: ModelConfig) -> RunData:
     params = config.sampling.params(config.run.seed, tokenizer.stop_ids)
     splits = ("train", "test") if config.evaluation.num_problems else ("train",)
     read = {split: read_problems(config, split, tokenizer, shape.max_positions) for split in splits}

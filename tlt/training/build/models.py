@@ -49,7 +49,7 @@ class RunModels:
         }
 
     def own_counters(self) -> dict[str, Any]:
-        """State besides tensors of this rank."""
+        """State besides tensors of this rank: "drafter" is its training's, "drafting" the engine's."""
         tuner, drafter = self.engine.tuner, self.engine.drafter
         return {
             "drafter": self.drafter_training.own_counters(),

@@ -27,7 +27,7 @@ from tlt.training.saved.inputs import digest_of_problems
 
 @dataclass(frozen=True)
 class ReadProblems:
-    """encoded: the prompts, rows that are left out included.
+    """encoded: token ids of all rows, those that are left out included.
     notes: for the user, about rows that are left out or look unintended.
     """
 
@@ -51,7 +51,7 @@ def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int)
     check_turns(config.environment, given, tokenizer, chat)
     longest, vocab_size = config.task.max_prompt_tokens, tokenizer.vocab_size
     key = key_of(records, chat, longest, tokenizer.path)
-    known = read_encoded(config.run.out_dir / NAMES[split], key)
+    stored = read_encoded(config.run.out_dir / NAMES[split], key)
     prompts = encode_prompts(
         records,
         tokenizer,
@@ -59,11 +59,12 @@ def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int)
         vocab_size=vocab_size,
         window=window,
         longest=longest,
-        known=None if known is None else known.rows,
+        known=None if stored is None else stored.rows,
     )
-    if known is None:
-        ids = {id(prompt.record): prompt.prompt_ids for prompt in prompts}
-        known = Encoded(key, [ids.get(id(record), ()) for _, record in records])
+    encoded = stored
+    if encoded is None:
+        ids_of = {id(prompt.record): prompt.prompt_ids for prompt in prompts}
+        encoded = Encoded(key, [ids_of.get(id(record), ()) for _, record in records])
     rows = [record for _, record in records]
     told = [*describe_prompts(rows, len(prompts), longest, "task.max_prompt_tokens")]
     per_step = config.rollout.problems_per_step
@@ -74,13 +75,14 @@ def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int)
             f"{f' ({told[0]})' if len(prompts) < len(records) else ''};"
             f" give more, or lower rollout.problems_per_step, which is {per_step}"
         )
-    row_of = {id(shown): row for (_, shown), (_, row) in zip(records, given, strict=True)}
+    # scorers and environments get the row as given, without the tools that its prompt shows
+    row_of = {id(record): row for (_, record), (_, row) in zip(records, given, strict=True)}
     problems = [
         Problem(prompt.problem_id, prompt.prompt_ids, _data(prompt, row_of[id(prompt.record)], tokenizer))
         for prompt in prompts
     ]
     where = "" if split == "train" else "evaluation: "
-    return ReadProblems(problems, known, tuple(where + line for line in told))
+    return ReadProblems(problems, encoded, tuple(where + line for line in told))
 
 
 def _data(prompt: EncodedPrompt, row: Record, tokenizer: Tokenizer) -> Record:

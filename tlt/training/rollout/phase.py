@@ -31,7 +31,7 @@ from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, f
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.training.rollout.progress import Show, progress_of, watching
 from tlt.training.rollout.protocol import DrafterTraining, Sinks
-from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, join_rounds
 from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
@@ -127,7 +127,7 @@ class RolloutPhase:
     ) -> PhaseResult:
         self.engine.release()  # the policy update wants the memory
         rollouts, rewards = in_order(*flatten(groups))
-        replicas = combine(rounds)
+        replicas = join_rounds(rounds)
         replica = replicas[self.world.rank]
         result = PhaseResult(
             rollouts,
@@ -170,8 +170,8 @@ class RolloutPhase:
         self.sinks.between_turns.begin(problems, recalled.requests, self.sinks.journal)
         idle_time = self.build_idle_time(idle_work, training)
         parts = self.engine, self.engine.stats, work, ended, idle_time
-        self.queue.life.tells = lambda: progress_of(*parts).encode()
-        with watching(self.queue.life, sum(map(len, requests)), self.show):
+        self.queue.heartbeats.tells = lambda: progress_of(*parts).encode()  # for the leader's screen
+        with watching(self.queue.heartbeats, sum(map(len, requests)), self.show):
             last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
             self.sinks.journal.note_running(self.engine.running, at_once=True)

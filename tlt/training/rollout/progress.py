@@ -37,14 +37,14 @@ def progress_of(
 
 
 @contextmanager
-def watching(life: Heartbeats, num_responses: int, show: Show | None) -> Iterator[None]:
+def watching(heartbeats: Heartbeats, num_responses: int, show: Show | None) -> Iterator[None]:
     """show: None on all ranks but the leader."""
     if show is None:
         yield
         return
     is_over = threading.Event()
     watch = threading.Thread(
-        target=_watch, args=(life, num_responses, show, is_over), name="tlt-progress", daemon=True
+        target=_watch, args=(heartbeats, num_responses, show, is_over), name="tlt-progress", daemon=True
     )
     watch.start()
     try:
@@ -55,11 +55,11 @@ def watching(life: Heartbeats, num_responses: int, show: Show | None) -> Iterato
         show(None)
 
 
-def _watch(life: Heartbeats, num_responses: int, show: Show, is_over: threading.Event) -> None:
+def _watch(heartbeats: Heartbeats, num_responses: int, show: Show, is_over: threading.Event) -> None:
     recent = deque[tuple[float, int]](maxlen=NUM_RECENT)
     with suppress(RuntimeError):  # the store is gone: the phase itself reports it
         while not is_over.wait(WATCH_SECONDS):
-            replicas = [ReplicaProgress.decode(text) for text in life.told()]
+            replicas = [ReplicaProgress.decode(text) for text in heartbeats.told()]
             recent.append((time.monotonic(), sum(replica.tokens for replica in replicas)))
             if not is_over.is_set():
                 show(PhaseProgress.of(replicas, num_responses, _speed(recent)))

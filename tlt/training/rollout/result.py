@@ -234,7 +234,7 @@ def _number(value: float | None) -> float:
     return NAN if value is None else value
 
 
-def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
+def join_rounds(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
     replicas = list(rounds[0])
     for later in rounds[1:]:
         last_token = max(replica.last_token for replica in replicas)

@@ -1,4 +1,7 @@
-"""One replica's work in a phase: its units, and its finished responses."""
+"""One replica's work in a phase: its units, and its finished responses.
+
+A unit is what a replica takes from the queue: a group, or responses that another replica hands over.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ from tlt.training.rollout.work_queue import WorkQueue
 
 class ReplicaWork:
     """num_received: responses that other replicas handed over.
-    gap_seconds, gap_training: see ReplicaReport.
+    gap_seconds, gap_training: seconds without work before the last token, and those of them in which the
+        drafter was trained (`ReplicaReport`).
     """
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
@@ -105,10 +109,11 @@ class FinishedResponses:
         self,
         problems: Iterable[Problem],
         requests: Iterable[Sequence[Request]],
-        to: Sinks,
+        sinks: Sinks,
         training: DrafterTraining,
     ) -> None:
-        self.scorers, self.decode, self.journal, self.training = to.scorers, to.decode, to.journal, training
+        self.scorers, self.decode, self.journal = sinks.scorers, sinks.decode, sinks.journal
+        self.training = training
         self.rollouts: list[Rollout] = []
         self.rewards: dict[ResponseId, Reward] = {}
         self.divided: dict[ResponseId, Rollout] = {}
@@ -138,7 +143,10 @@ class FinishedResponses:
                     self.training.observe(Finished(rollout))
 
     def settle(self, divided: Sequence[Mapping[ResponseId, Rollout]], rank: int) -> None:
-        """Scores the divided groups, each on the rank with most of its responses. divided: by rank."""
+        """Scores the divided groups, each on the rank with most of its responses: the others' responses are
+        submitted here too, the last of them completes the group, and what is left is scored elsewhere.
+
+        divided: by rank."""
         holder_of = {response_id: holder for holder, held in enumerate(divided) for response_id in held}
         for group in self._groups:
             holders = Counter(holder_of[one] for one in group if one in holder_of)

@@ -83,7 +83,7 @@ class WorkQueue:
             f"replica {self.replica} began {self._index} as {mine!r}, another as {agreed!r}"
         )
         self._root.set(f"at/{self.replica}", str(self._index))
-        self.life = Heartbeats(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
+        self.heartbeats = Heartbeats(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
         self._open = 0
         self._be_attentive()
         self._asked_at = float("-inf")
@@ -173,7 +173,7 @@ class WorkQueue:
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
-        self.life.watch(len(self._held), self._label)
+        self.heartbeats.watch(len(self._held), self._label)
         return False
 
     # -- waiting for work ------------------------------------------------------------------------------------
@@ -298,10 +298,10 @@ class WorkQueue:
 
     def heartbeat(self) -> None:
         """Call it every engine step; it writes once a second."""
-        self.life.beat_now_and_then(len(self._held))
+        self.heartbeats.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
-        self.life.beat(len(self._held))
+        self.heartbeats.beat(len(self._held))
 
     @property
     def _label(self) -> str:

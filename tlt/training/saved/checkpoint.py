@@ -286,8 +286,8 @@ def load_checkpoint(
             f"{path}: holds {difference}, not what this run trains; start a new run in another folder"
         )
     before, now = manifest.num_ranks, world.world_size
-    heirs = range(world.rank, before, now) if world.rank < before else [world.rank % before]
-    own = [f"rank-{rank:05d}.json" for rank in heirs]
+    inherited = range(world.rank, before, now) if world.rank < before else [world.rank % before]
+    own = [f"rank-{rank:05d}.json" for rank in inherited]
     on_all_ranks(world, lambda: verify_files(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
     read_into(tensors, manifest.tensors, path)
     return [json.loads((path / name).read_bytes()) for name in own]

@@ -104,8 +104,8 @@ class FileJournal(Journal):
                 self.note_turn(response.to_request())
 
     def note_turn(self, request: Request) -> None:
-        """Nothing of an environment with a state, which is a pickle, and none is read from a file: after a
-        death such a response begins anew."""
+        """Skips a response whose environment has a state, for it is a pickle, and none is read from a file.
+        After a death such a response begins anew."""
         if request.turns is not None and request.turns.state:
             return
         response_id = id_of(request)
@@ -123,8 +123,8 @@ class FileJournal(Journal):
         self._written[response_id] = len(request.token_ids)
 
     def note_finished(self, rollout: Rollout) -> None:
-        """by_group: the response counts once its whole group has rewards. Its reward functions get its
-        environment, which no file holds, so it cannot be scored again."""
+        """A record with `by_group` counts only once its whole group has rewards: the reward functions get the
+        response's environment, which no file holds, so it cannot be scored again."""
         prompt = fingerprint(rollout.prompt_ids)
         about = {
             "reason": rollout.finish_reason,

@@ -84,6 +84,7 @@ class KeptResponses:
         return sizes
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
+        """policy_step: as in the responses' noise key, 0 in evaluations. number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
         sizes = self._sizes[purpose]

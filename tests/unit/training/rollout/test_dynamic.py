@@ -20,7 +20,7 @@ from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import DrafterTraining
-from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, join_rounds
 from tlt.training.rollout.work_queue import local_work_queue
 
 POLICY = make_policy()
@@ -199,9 +199,9 @@ def test_idle_time_at_the_end_of_a_round_counts_and_so_does_the_training_in_it()
 
     first = [replica(0, 10, 10.5, 0, 1), replica(0, 3, 10.5, 4, 0)]
     second = [replica(11, 12, 15.5, 1, 0), replica(11, 15, 15.5, 0, 2)]
-    result = PhaseResult([], [], combine([first, second]))
+    result = PhaseResult([], [], join_rounds([first, second]))
     assert result.seconds == pytest.approx(15.5)
     assert result.idle_seconds == pytest.approx(7 + 3)
     assert result.drafter_seconds == pytest.approx(4 + 1)
     assert [report.num_migrated for report in result.replicas] == [1, 2]
-    assert combine([first]) == first
+    assert join_rounds([first]) == first

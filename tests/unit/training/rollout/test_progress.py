@@ -16,8 +16,8 @@ def test_the_leader_hears_what_all_replicas_tell_until_the_phase_ends() -> None:
     queues, told, is_told = make_queues(2), [], threading.Event()
     for queue in queues:
         queue.begin("rollout 0", 4)
-    queues[0].life.tells = ReplicaProgress(3, 500, 90, Doing.GENERATE).encode
-    queues[1].life.tells = ReplicaProgress(5, 700, 0, Doing.TRAIN).encode
+    queues[0].heartbeats.tells = ReplicaProgress(3, 500, 90, Doing.GENERATE).encode
+    queues[1].heartbeats.tells = ReplicaProgress(5, 700, 0, Doing.TRAIN).encode
 
     def tell(progress: PhaseProgress | None) -> None:
         told.append(progress)
@@ -25,7 +25,7 @@ def test_the_leader_hears_what_all_replicas_tell_until_the_phase_ends() -> None:
 
     for queue in queues:
         queue.take(1)  # which beats
-    with watching(queues[0].life, 16, tell):
+    with watching(queues[0].heartbeats, 16, tell):
         assert is_told.wait(PATIENCE)
     first, *_, last = told
     assert (first.finished, first.total, first.longest, first.speed) == (8, 16, 90, None)
