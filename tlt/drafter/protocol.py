@@ -79,6 +79,7 @@ P = TypeVar("P", bound=Proposal)
 class Drafting:
     @property
     def learned(self) -> Any:
+        """The drafter that a run trains; None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:
@@ -112,8 +113,8 @@ class Drafter(Drafting, ABC, Generic[P]):
         noise: DraftNoise,
         discarded: Sequence[int] = (),
     ) -> P:
-        """A tree for each sequence. discarded: rows whose drafts are not verified: their
-        verdicts are of other drafts."""
+        """A tree for each sequence. discarded: rows that verify another drafter's draft; `observe` gets its
+        verdicts for them."""
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
         """Learns from the verdicts, row by row."""

@@ -52,7 +52,7 @@ def automatic_bytes(device: torch.device, num_ranks: int) -> int:
 class CacheMemory:
     """The caches of an engine and its drafter, within one budget.
 
-    cache_bytes: bytes of all caches, None: unbounded; called whenever they start empty.
+    cache_bytes: returns the most bytes of all caches, None: no bound. Called whenever they start empty.
     """
 
     def __init__(self, cache: Cache, window: int, cache_bytes: Callable[[], int | None]) -> None:
@@ -73,28 +73,29 @@ class CacheMemory:
         return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
-        return self.cache.holds(num_slots, length) or self._fits(num_slots, length)
+        return self.cache.holds(num_slots, length) or self._make_room(num_slots, length)
 
     def fits_longer(self, num_slots: int, length: int) -> bool:
         """Without room to grow, a new sequence would soon be preempted."""
-        return self._fits(num_slots, self._longer(length))
+        return self._make_room(num_slots, self._longer(length))
 
-    def _fits(self, num_slots: int, length: int) -> bool:
+    def _make_room(self, num_slots: int, length: int) -> bool:
+        """Forgets parked sequences, the oldest first, until the slots fit; False: they fit in no case."""
         if not self.budget.fits(num_slots, length):
             return False
-        while not self._unparked.fits(num_slots, length):
+        while not self._beside_parked.fits(num_slots, length):
             self.parking.forget_oldest()
         return True
 
     @property
-    def _unparked(self) -> Budget:
-        """Without the bytes of parked sequences."""
+    def _beside_parked(self) -> Budget:
+        """The budget less the bytes of parked sequences."""
         most = self.budget.max_bytes
         return Budget(None if most is None else most - self.parking.num_bytes, self.slot_bytes)
 
     def can_park(self, length: int) -> bool:
         bytes_of_slots = self.cache.num_slots * self.slot_bytes(self.cache.capacity)
-        left = self._unparked.max_bytes
+        left = self._beside_parked.max_bytes
         return left is None or bytes_of_slots + self.slot_bytes(length) <= left
 
     def max_slots(self, length: int) -> int:
@@ -106,8 +107,8 @@ class CacheMemory:
     def reserve(self, num_slots: int, length: int) -> None:
         """The drafter's caches may grow as far."""
         if not self.cache.holds(num_slots, length):
-            self._fits(num_slots, length)
-            self.cache.reserve(num_slots, length, self._unparked)
+            self._make_room(num_slots, length)
+            self.cache.reserve(num_slots, length, self._beside_parked)
             self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
 
     def release(self) -> None:

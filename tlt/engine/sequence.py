@@ -19,9 +19,9 @@ _NO_CHARACTER = "\ufffd"
 
 _SPARE_TOKENS = 8
 
-Routes = Literal["none", "first", "all"]
 ROUTED_TOKENS = 64
-"""Of a response whose routes are recorded as a sample."""
+Routes = Literal["none", "first", "all"]
+"""Tokens whose experts are recorded: none, the first ROUTED_TOKENS of a response, or all that are read."""
 
 
 @dataclass
@@ -81,12 +81,13 @@ class Sequence:
         return turns is not None and 0 < turns.num_settled == len(self.logprobs)
 
     @property
-    def samples_routes(self) -> bool:
-        """Whether routes of a sample are still to be recorded: this engine drew all tokens so far."""
+    def needs_first_routes(self) -> bool:
+        """Whether routes "first" still misses some. They are of responses that one engine drew alone."""
         return not self.request.token_ids and self.num_tokens <= ROUTED_TOKENS
 
     def note_read(self, routes_TR: Tensor) -> None:
-        """Of a prefill. Tokens that another engine drew keep its routes, like its log-probabilities."""
+        """Keeps a prefill's routes. Tokens that another engine drew keep its routes, like its
+        log-probabilities."""
         if (drawn := self.request.routes) is None:
             self.routes.append(routes_TR)
         elif not self.routes:
@@ -94,9 +95,10 @@ class Sequence:
             self.routes.append(rows_TR.to(routes_TR.device))
 
     def note_routes(self, routes_NR: Tensor, of_all: bool) -> None:
-        """Before `commit`. Of a sample the prompt's last token is left out."""
+        """Call it before `commit`. of_all: False: of the response's first ROUTED_TOKENS alone, without the
+        prompt's last token, which the same forward reads."""
         if not of_all:
-            if not self.samples_routes:
+            if not self.needs_first_routes:
                 return
             self.routed_from = len(self.request.prompt_ids)
             routes_NR = routes_NR[0 if self.num_tokens else 1 :][

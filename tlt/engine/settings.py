@@ -20,11 +20,10 @@ class EngineSettings:
     borrows: share the policy's tensors where the layout allows.
     kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
     window: tokens of the longest sequence; None: the model's.
-    own_process: of vLLM's worker, as several vLLMs in one process need; features are then computed again for
-        the drafter's training instead of captured.
+    own_process: whether vLLM's worker is a process of its own, as several vLLMs in one process need. The
+        drafter's training then computes features anew: none are captured.
     equal_rows: whether a row's bits depend on that row alone.
-    routes: of experts that are recorded, by our engine: of all tokens, or of the response's first
-        `ROUTED_TOKENS` (sequence.py).
+    routes: see `Routes` (sequence.py); our engine alone records them.
     """
 
     speculation: Speculation = field(default_factory=Off)

@@ -118,8 +118,7 @@ class AnyTransformer(Policy):
         inputs: Sequence[Tensor] = (),
         routing: Routing | None = None,
     ) -> Any:
-        """inputs: as `Transformer` takes them.
-        routing: of a model with experts, to record or to replay."""
+        """routing: of a model with experts, to record or to replay."""
         if self.config.is_hybrid and isinstance(attend, PackedCausal):
             assert attend.num_sequences == 1, "a state would go on from one sequence to the next"
         if self.config.mixes_heads:

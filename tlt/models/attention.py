@@ -233,7 +233,7 @@ def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
         loops.compiled(dtype)
 
 
-def prefill(
+def storing_prefill(
     config: ModelConfig,
     families: Sequence[tuple[int, Sequence[int]]],
     layers_SKLD: Sequence[Tensor],

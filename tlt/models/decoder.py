@@ -273,11 +273,20 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Any, read: Reader | None = None
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Any,
+        read: Reader | None = None,
+        inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """read(features_NE), or features_NE, the output of the final norm.
+        """read(features_NE), or features_NE, the output of the final norm. A model with experts (any.py) also
+        takes their routing.
 
         A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
+
+        inputs: of each layer, and the features, as another computation of the model found them; they stand
+            for this one's numbers, and have its derivatives. (): there is no other.
         """
         raise NotImplementedError
 
@@ -327,8 +336,6 @@ class Transformer(Policy):
         read: Reader | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """inputs: of each layer, and the features, as another computation of the model found them; they stand
-        for this one's numbers, and have its derivatives. (): there is no other."""
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)

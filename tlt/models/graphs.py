@@ -62,9 +62,11 @@ class Graphs:
         inputs: Mapping[str, Tensor],
         most_rows: int | None = None,
     ) -> Outputs:
-        """Returns function(**inputs), of which neither reads anything else that changes, but what `key` tells
-        apart. Inputs and outputs have a row per sequence; most_rows: up to which rows may be added, whose
-        outputs nobody reads; None: none may."""
+        """Returns function(**inputs). Inputs and outputs have a row per sequence.
+
+        key: differs with everything else that the function reads and that changes.
+        most_rows: rows may be added up to this number, and nobody reads their outputs; None: none is added.
+        """
         if not self.is_on:
             return function(**inputs)
         (num_rows,) = {len(tensor) for tensor in inputs.values()}

@@ -65,7 +65,8 @@ class Cache:
     """`layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values; a view into `groups`.
 
     A layer with a window is a ring where the cache is longer: position p lies in column p mod its length.
-    Entries beyond a sequence's length are finite and unused: rejected drafts, or zeros.
+    Entries beyond a sequence's length are finite and unused: rejected drafts, or zeros. num_resizes: after
+    each of them the entries lie in other memory.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Cache:
         self.rings = [MOST_TOKENS if window is None else ring_length(window) for window in config.windows]
         self.rings = self.rings or [MOST_TOKENS] * num_layers
         self.num_heads, self.head_dim = 2 * config.num_kv_heads, config.head_dim
-        self.num_slots, self.capacity, self.num_moves = 0, BLOCK, 0
+        self.num_slots, self.capacity, self.num_resizes = 0, BLOCK, 0
         self.groups: list[Tensor] = []
         self.layers: list[Tensor] = []
 
@@ -106,7 +107,7 @@ class Cache:
     def resize(self, num_slots: int, length: int) -> None:
         """Entries within old and new size stay."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
-        self.num_moves += 1
+        self.num_resizes += 1
         self.num_slots, self.capacity = num_slots, length
         old, self.groups = dict(enumerate(self.layers)), []
         layers: dict[int, Tensor] = {}
@@ -172,5 +173,5 @@ class Cache:
 
     def release(self) -> None:
         self.num_slots, self.capacity = 0, BLOCK
-        self.num_moves += 1
+        self.num_resizes += 1
         self.groups, self.layers = [], []

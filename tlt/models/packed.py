@@ -210,7 +210,7 @@ class PackedTransformer(Target):
         self.version = version
         if self.compiled is not None:
             self.compiled.loaded()
-        vars(self).pop("unsound_V", None)
+        vars(self).pop("unsound_V", None)  # cached, of the old embedding
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
         prefixes = {match.group() for name in part if (match := LAYER_PREFIX.match(name)) is not None}

@@ -19,7 +19,7 @@ from tlt.apps.cli.main import main
 from tlt.base.io.recipes import find_recipe
 from tlt.base.types import DraftTree, SamplingParams
 from tlt.engine.equal_rows import EqualRows, Families
-from tlt.models.attention import cached_trees, prefill
+from tlt.models.attention import cached_trees, storing_prefill
 from tlt.models.decoder import Attend
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import load_tensors
@@ -104,7 +104,7 @@ def a_tree(subject: Subject, num: int) -> Found:
 
 def a_prompt(subject: Subject, num: int) -> Found:
     places_R, target = torch.arange(num), subject.target
-    attend = prefill(target.config, [(num, [0])], subject.slots(1, num), [0])
+    attend = storing_prefill(target.config, [(num, [0])], subject.slots(1, num), [0])
     return places_R, states(target, subject.text_T[:num], attend.positions(), attend)
 
 
@@ -112,7 +112,7 @@ def behind_a_shared_prompt(subject: Subject, num: int) -> Found:
     places_R, target = PREFIX + torch.arange(num), subject.target
     families, tokens_N = _family(subject, [7, num])
     layers = [torch.zeros_like(layer) for layer in subject.slots(2, PREFIX + max(num, 7))]
-    attend = prefill(target.config, families, layers, [1, 0])
+    attend = storing_prefill(target.config, families, layers, [1, 0])
     return places_R, states(target, tokens_N, attend.positions(), attend)[PREFIX + 7 :]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.threads import computing_by
 from tlt.base.types import DraftTree
-from tlt.models.attention import SharedPrompts, cached, cached_trees, prefill
+from tlt.models.attention import SharedPrompts, cached, cached_trees, storing_prefill
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.tree import chain_mask, layout
 
@@ -49,7 +49,7 @@ def in_steps_of(num: int, company: int = 0) -> Way:
 
 def as_a_prompt(target: PackedTransformer) -> tuple[Tensor, Tensor]:
     layers = empty(target, 2)
-    attend = prefill(target.config, [(LENGTH, [0])], layers, [1])
+    attend = storing_prefill(target.config, [(LENGTH, [0])], layers, [1])
     features_TE, _ = target.forward_capturing(TEXT, attend.positions(), attend, ())
     return features_TE, layers[-1][1, :, :LENGTH]
 
@@ -57,7 +57,7 @@ def as_a_prompt(target: PackedTransformer) -> tuple[Tensor, Tensor]:
 def beside_others_with_its_prompt(target: PackedTransformer) -> tuple[Tensor, Tensor]:
     """The text is the second of three with a common prompt, after a text of its own kind."""
     layers, own = empty(target, 4), LENGTH - PROMPT
-    attend = prefill(target.config, [(20, [20]), (PROMPT, [40, own, 7])], layers, [3, 2, 0, 1])
+    attend = storing_prefill(target.config, [(20, [20]), (PROMPT, [40, own, 7])], layers, [3, 2, 0, 1])
     tokens_N = torch.cat([OTHERS[0], TEXT[:PROMPT], OTHERS[1], TEXT[PROMPT:], OTHERS[2][:7]])
     features_NE, _ = target.forward_capturing(tokens_N, attend.positions(), attend, ())
     start = 40 + PROMPT
@@ -80,7 +80,7 @@ def in_a_packed_update(target: PackedTransformer) -> tuple[Tensor, Tensor]:
 def in_a_tree(target: PackedTransformer) -> tuple[Tensor, Tensor]:
     """The last 20 tokens are the even nodes of a tree; its odd ones are wrong drafts."""
     layers, prefix = empty(target, 1), LENGTH - 20
-    attend = prefill(target.config, [(prefix, [0])], layers, [0])
+    attend = storing_prefill(target.config, [(prefix, [0])], layers, [0])
     first_NE, _ = target.forward_capturing(TEXT[:prefix], attend.positions(), attend, ())
     parents_1N = torch.tensor([[-1, *((node - 1) // 2 * 2 for node in range(1, 40))]])
     tokens_1N = torch.stack([TEXT[prefix:], OTHERS[0][:20]], dim=1).view(1, -1)

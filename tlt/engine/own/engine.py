@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Slots
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -54,8 +53,8 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 class RolloutEngine(RolloutBackend):
     """Generates with PyTorch. All state lives in this object; nothing in it is random.
 
-    cache_bytes: of all caches; called whenever they start empty.
-    routes: that are recorded; of a model without experts none.
+    cache_bytes: returns the most bytes of all caches, None: no bound. Called whenever they start empty.
+    routes: see `Routes`; a dense model has none.
     """
 
     drafter: Drafter[Any]
@@ -132,7 +131,7 @@ class RolloutEngine(RolloutBackend):
         self.memory.parking.forget(response_id)
 
     @torch.inference_mode()
-    def _drop(self, slots: Slots[int]) -> None:
+    def _drop(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.drafter.withdraw(slot)
             self._vacate(slot)
@@ -167,7 +166,7 @@ class RolloutEngine(RolloutBackend):
         admissions = self.scheduler.admit(self.memory.fits_longer)
         if admissions:
             self._prefill(admissions)
-        # continued ones may already hold their last token
+        # a response that another engine began may already have its last token
         ended = self._release_finished(captures) if admissions else []
         if not self.running:
             return ended
@@ -275,13 +274,13 @@ class RolloutEngine(RolloutBackend):
 
     def _verify(self, tree: DraftTree) -> list[Verdict]:
         law, prefixes = self._batch_law(), [sequence.num_cached for sequence in self.running]
-        is_sampled = self.routes == "first" and any(sequence.samples_routes for sequence in self.running)
+        needs_first = self.routes == "first" and any(one.needs_first_routes for one in self.running)
         length = max(prefixes) + tree.num_nodes
         self.memory.reserve(len(prefixes), length)
         recorded = recorded_length(self.graphs, self.model, self.cache, tree, length)
         nodes = layout(tree, prefixes, self.model.dtype, recorded)
         graphs = None if recorded is None else self.graphs
-        with self.model.recording(is_sampled or self.routes == "all"):
+        with self.model.recording(needs_first or self.routes == "all"):
             captured_BNF, forward = forward_trees(
                 self.model, self.cache, tree, nodes, self.drafter.capture, graphs
             )
@@ -309,8 +308,8 @@ class RolloutEngine(RolloutBackend):
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
-        """Hands features to the drafter, at the positions of committed tokens. Beyond a chain's first piece,
-        only those of kept nodes."""
+        """Hands the captured features of committed positions to the drafter. Of a chain's first piece it gets
+        rejected nodes' too, for which its history has room."""
         if not tree.is_chain:
             captured_BNF = along_paths(captured_BNF, verdicts)
         self.drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])

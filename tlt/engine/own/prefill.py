@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tlt.base.uploads import upload
 from tlt.engine.own.scheduler import Admission
-from tlt.models import attention, kv_cache
-from tlt.models.attention import cached, cached_trees
+from tlt.models import kv_cache
+from tlt.models.attention import cached, cached_trees, storing_prefill
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.target import Target
 from tlt.speculation.law.tree import chain, chain_mask, layout
@@ -72,7 +72,7 @@ def _read_first(
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
     slots = [group[i].slots[0] for _, members in shared for i in members]
-    attend = attention.prefill(model.config, families, cache.layers, slots)
+    attend = storing_prefill(model.config, families, cache.layers, slots)
     parts = [
         part
         for length, (first, *others) in shared

@@ -25,7 +25,7 @@ class Admission:
 
     @property
     def num_left(self) -> int:
-        """Tokens to read; the last of the text is not."""
+        """Tokens to read: all but the last, which the first decoding step reads."""
         return len(self.tokens) - 1 - self.num_read
 
 

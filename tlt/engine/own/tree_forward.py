@@ -3,6 +3,7 @@
     trees behind their sequences ─▶ forward ─┬▶ captured, for the drafter
                                              └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ next piece, where
                                                                                              all was accepted
+    features: outputs of the final norm. captured: inputs of the layers that the drafter names.
 
 With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences.
 """
@@ -35,7 +36,9 @@ NoiseOf = Callable[[Sequence[int], int, int], Noise]
 
 @dataclass(frozen=True)
 class TreeForward:
-    """features_NE: at the real nodes, without padding.
+    """A forward over trees before its logits are computed, which `verdicts` does piece by piece.
+
+    features_NE: at the real nodes, without padding.
     real_N: their indices; None: all are real.
     """
 
@@ -146,7 +149,7 @@ def _replay(
         "columns_BN": nodes.columns_BN,
         "mask_BNL": nodes.mask_BNL,
     }
-    graphs.keep_to(cache.num_moves)
+    graphs.keep_to(cache.num_resizes)
     features_BNE, captured_BNF = graphs.run(
         (tuple(capture), length, is_tree), forward, inputs, cache.num_slots
     )

@@ -149,7 +149,7 @@ class DraftCache(ABC):
         """See `Graphs.run`."""
         target = self.target
         addresses = target.embedding_VE.data_ptr(), target.head_VE.data_ptr()
-        self.graphs.keep_to((*addresses, target.version, self.model.num_loads, self.cache.num_moves))
+        self.graphs.keep_to((*addresses, target.version, self.model.num_loads, self.cache.num_resizes))
         return self.graphs.run(key, function, inputs, self.cache.num_slots)
 
     def restart(self, context: DraftContext) -> tuple[list[int], list[tuple[int, int]]]:

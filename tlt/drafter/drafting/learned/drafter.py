@@ -59,10 +59,13 @@ class LearnedProposal(Proposal):
     guesses_BK: Tensor | None = None
     """`TauSearch.guess`, on its way to the host; None: not judged."""
     noted_3BN: Tensor | None = None
+    """`Calibration.note`, on its way to the host; None: a chain, or no calibration."""
 
 
 @dataclass(frozen=True)
-class _Front:
+class _Start:
+    """What a draft starts from: the roots, with all committed tokens read."""
+
     params: BatchParams
     strategy: Strategy
     noise: DraftNoise
@@ -177,6 +180,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> LearnedProposal:
+        """Drafts a chain in one call of compiled loops (CPU), else as one recorded graph (GPU), else level by
+        level, as every tree."""
         if self.choice is not None:
             self.choice.look(context)
         is_judged = self.tau_search.judges_next()
@@ -184,8 +189,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             return drafted
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         levels = self.memory.begin(context, strategy, roots_B1)
-        front = _Front(context.params, strategy, noise, discarded, roots_B1, levels, is_judged)
-        return self._chain(front) if strategy.width == 1 else self._branch(front)
+        start = _Start(context.params, strategy, noise, discarded, roots_B1, levels, is_judged)
+        return self._chain(start) if strategy.width == 1 else self._tree(start)
 
     def _depth(self, strategy: Strategy) -> int:
         """The hybrid's strategies may be deeper than the drafter's block."""
@@ -225,17 +230,17 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             guesses_BK = self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)
         return LearnedProposal(chain(tokens_BN), guesses_BK)
 
-    def _chain(self, front: _Front) -> LearnedProposal:
-        depth = self._depth(front.strategy)
-        if (drafted := self._replay_chain(front, depth)) is None:
-            drafted = self._draft_chain(
-                front.levels, front.roots_B1, front.noise, front.params.inverse_temperature_B11, depth,
-                front.is_judged,
+    def _chain(self, start: _Start) -> LearnedProposal:
+        depth = self._depth(start.strategy)
+        if (drafted := self._replay_chain(start, depth)) is None:
+            drafted = self._chain_by_level(
+                start.levels, start.roots_B1, start.noise, start.params.inverse_temperature_B11, depth,
+                start.is_judged,
             )  # fmt: skip
         tokens_BN, *guesses = drafted
         return LearnedProposal(chain(tokens_BN), sent_to_host(guesses[0]) if guesses else None)
 
-    def _draft_chain(
+    def _chain_by_level(
         self,
         levels: Levels,
         roots_B1: Tensor,
@@ -256,19 +261,19 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             tokens.append(self._token_ids(token_B1))
         return torch.cat(tokens, dim=1), *guesses
 
-    def _replay_chain(self, front: _Front, depth: int) -> tuple[Tensor, ...] | None:
-        """As `_draft_chain`, launched at once; None: it cannot be."""
-        levels, noise, pairs = front.levels, front.noise.levels, self.memory
+    def _replay_chain(self, start: _Start, depth: int) -> tuple[Tensor, ...] | None:
+        """As `_chain_by_level`, launched at once; None: it cannot be."""
+        levels, noise, pairs = start.levels, start.noise.levels, self.memory
         if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
             return None
         read = levels.read
         length = min(padded_length(max(read.num_pairs) + depth), pairs.cache.capacity)
         possible = {
             "hidden_BE": read.hidden_BE, "ends_B": read.ends_B, "offsets_B1": read.offsets_B1,
-            "roots_B1": front.roots_B1, "keys_B4": noise.keys_B4, "starts_B": noise.starts_B,
-            "scale_B11": noise.scale_B11, "inverse_temperature_B11": front.params.inverse_temperature_B11,
+            "roots_B1": start.roots_B1, "keys_B4": noise.keys_B4, "starts_B": noise.starts_B,
+            "scale_B11": noise.scale_B11, "inverse_temperature_B11": start.params.inverse_temperature_B11,
         }  # fmt: skip
-        is_judged, vocab_size = front.is_judged, noise.vocab_size
+        is_judged, vocab_size = start.is_judged, noise.vocab_size
 
         def draft(
             hidden_BE: Tensor,
@@ -282,27 +287,27 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         ) -> tuple[Tensor, ...]:
             own = PairLevels(levels.pairs, CaughtUp([], ends_B, offsets_B1, hidden_BE), length)
             noise = LevelNoise(keys_B4, starts_B, scale_B11, vocab_size)
-            return self._draft_chain(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged)
+            return self._chain_by_level(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged)
 
         inputs = {name: tensor for name, tensor in possible.items() if tensor is not None}
         return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)
 
-    def _branch(self, front: _Front) -> LearnedProposal:
+    def _tree(self, start: _Start) -> LearnedProposal:
         """Drafts a tree (EAGLE-2): a level's `width` most confident nodes are expanded by `width` candidates
         each; the `budget` most confident of all nodes stay. Confidence is the product of acceptance chances
         from the root on."""
-        strategy, device, B = front.strategy, self.model.device, len(front.roots_B1)
+        strategy, device, B = start.strategy, self.model.device, len(start.roots_B1)
         width, depth = min(strategy.width, self.model.num_proposed), self._depth(strategy)
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
-        logits_BFV = front.levels.first()
-        pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
+        logits_BFV = start.levels.first()
+        pool_tokens, pool_parents, pool_size = [start.roots_B1], [start.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
         guesses_BK: Tensor | None = None
         for level in range(depth):
-            scaled_BFV = front.params.scale(logits_BFV)
-            noise_BV = front.noise.of_level(level, self.model.token_ids)
-            if front.is_judged and level == 0:
+            scaled_BFV = start.params.scale(logits_BFV)
+            noise_BV = start.noise.of_level(level, self.model.token_ids)
+            if start.is_judged and level == 0:
                 guessed_BK = self.tau_search.guess(scaled_BFV[:, 0], noise_BV, self.model.token_ids)
                 guesses_BK = sent_to_host(guessed_BK)
             scores_BFV = self._rank(scaled_BFV, noise_BV)
@@ -322,9 +327,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 num_next = min(strategy.width, confidence_BC.shape[1])
                 confidence_BF, chosen_BF = confidence_BC.topk(num_next, dim=-1)
                 pool_index_BF = chosen_BF + pool_size
-                logits_BFV = front.levels.next(token_BC.gather(1, chosen_BF), chosen_BF // width)
+                logits_BFV = start.levels.next(token_BC.gather(1, chosen_BF), chosen_BF // width)
             pool_size += frontier * width
         chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
         cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
-        return LearnedProposal(tree, guesses_BK, self._note(tree, cells_BN, front.discarded))
+        return LearnedProposal(tree, guesses_BK, self._note(tree, cells_BN, start.discarded))

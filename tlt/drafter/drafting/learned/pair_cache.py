@@ -31,8 +31,7 @@ from tlt.drafter.drafting.learned.draft_cache import DraftCache, Levels
 from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.pairs import TOKEN_AHEAD
 from tlt.drafter.protocol import DraftContext
-from tlt.models import attention
-from tlt.models.attention import cached
+from tlt.models.attention import cached, storing_prefill
 from tlt.models.graphs import MOST_TOKENS, padded_length
 from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
 from tlt.models.target import Target
@@ -127,7 +126,7 @@ class PairCache(DraftCache):
         lengths = [end - first for end, first in zip(ends, firsts, strict=True)]
         self.hold(len(context.tokens), max(lengths))
         alone = [(length, (0,)) for length in lengths]
-        attend = attention.prefill(self.model.config.layer, alone, self.cache.layers, slots)
+        attend = storing_prefill(self.model.config.layer, alone, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
         hidden_NE = self.model.fuse(torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs]))
