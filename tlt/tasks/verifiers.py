@@ -2,6 +2,7 @@
 alone. Those of several turns need their environment, too (environments/verifiers.py).
 
     --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
+    --task.name verifiers:FILE.py       a module, wherever it lies
 
 A taskset that needs tools, a runtime or container, set-up or judges is refused.
 """
@@ -31,7 +32,10 @@ class Verifiers:
     """A reward is the weighted sum of the taskset's reward functions. Raises UserError."""
 
     def __init__(self, name: str) -> None:
-        see(Path.cwd())
+        is_file = name.endswith(".py")
+        see(Path(name).parent.absolute() if is_file else Path.cwd())
+        self.name = name
+        self.id = Path(name).stem if is_file else name  # verifiers' own
         try:
             from verifiers.v1.utils.loaders import taskset_class
         except ModuleNotFoundError as error:
@@ -39,13 +43,12 @@ class Verifiers:
                 f"task verifiers:{name}: no module {error.name!r}; {how_to_install('verifiers')}"
             ) from None
         try:
-            self.taskset_class = taskset_class(name)
+            self.taskset_class = taskset_class(self.id)
             self.task_class = self.taskset_class.task_type()
         except Exception as error:  # the taskset's own module is imported, and may raise anything
             raise UserError(
                 f"task verifiers:{name}: cannot be loaded ({describe(error)}); install it, or correct it"
             ) from None
-        self.name = name
 
     def problems(
         self, num: int, seed: int, split: str, solved_at: float = 1.0, **options: Any
@@ -68,7 +71,7 @@ class Verifiers:
         taskset = self._make(options)
         tasks = iter(taskset)
         if taskset.bounded:
-            tasks = iter(random.Random(f"{self.name}/{seed}").sample(found := list(tasks), len(found)))
+            tasks = iter(random.Random(f"{self.id}/{seed}").sample(found := list(tasks), len(found)))
         else:
             tasks = itertools.islice(tasks, _PATIENCE * TEST_ONE_IN * (num + 1))
         prompts = ((task, self._prompt(task)) for task in map(partial(self._check, taskset), tasks))
@@ -76,12 +79,12 @@ class Verifiers:
         chosen = ((task, prompt) for task, prompt, known in asked if split_of(str(known)) == split)
         problems = [
             {
-                "problem_id": f"{self.name}-{task.data.idx}",
+                "problem_id": f"{self.id}-{task.data.idx}",
                 **prompt,
                 "solved_at": solved_at,
                 "taskset": self.name,
                 "options": options,
-                "data": task.data.model_dump(mode="json", exclude_unset=True),
+                "data": task.data.model_dump(mode="json", exclude_none=True),
             }
             for task, prompt in itertools.islice(chosen, num)
         ]
@@ -113,7 +116,7 @@ class Verifiers:
 
         kind = concrete_type(self.taskset_class, TasksetConfig) or TasksetConfig
         try:
-            config = kind.model_validate({"id": self.name, **options})
+            config = kind.model_validate({"id": self.id, **options})
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"]))

@@ -111,6 +111,17 @@ def test_a_system_message_makes_the_prompt_messages_that_are_scored_all_the_same
     assert found == {"reward": 2.0, "solved": True}
 
 
+def test_a_prompt_of_several_messages_keeps_their_roles(write: Callable[..., None]) -> None:
+    prompt = (
+        "[vf.UserMessage(content='1+1'), vf.AssistantMessage(content='2'), vf.UserMessage(content=str(i))]"
+    )
+    write("sums_m", made=f"Task(Data(prompt={prompt}, answer=str(i)), self.config.task)")
+    (problem,) = json.loads(json.dumps(draw("sums-m", 1)))
+    assert [message["role"] for message in problem["messages"]] == ["user", "assistant", "user"]
+    found = get_task("verifiers:sums-m").score(problem, problem["data"]["answer"])
+    assert found == {"reward": 2.0, "solved": True}
+
+
 @pytest.mark.parametrize("needs", WRONG)
 def test_what_wants_more_than_a_conversation_is_refused(write: Callable[..., None], needs: str) -> None:
     name = f"sums_{sorted(WRONG).index(needs)}"

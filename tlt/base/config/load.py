@@ -29,7 +29,7 @@ from tlt.base.config.mistakes import Keys, section_of, suggest_key, validate
 from tlt.base.config.schema import DEFAULT_OUT_DIR, Config
 from tlt.base.config.section import Section, split_words
 from tlt.base.io.hub import Repository
-from tlt.base.io.plugins import is_file, split_name
+from tlt.base.io.plugins import file_in
 from tlt.base.io.recipes import find_config
 from tlt.base.io.secrets import holds_credential
 from tlt.base.kinds import shorten
@@ -198,10 +198,8 @@ def _with_paths(named: Any, folder: Path) -> Any:
         return [_with_paths(one, folder) for one in named]
     if isinstance(named, dict):
         return {key: _with_paths(value, folder) if key == "name" else value for key, value in named.items()}
-    if not isinstance(named, str) or not is_file(named):
-        return named
-    file, attribute = split_name(named)
-    return f"{_find(file, folder) or Path(file).absolute()}:{attribute}"
+    file = file_in(named) if isinstance(named, str) else None
+    return named if file is None else named.replace(file, str(_find(file, folder) or Path(file).absolute()))
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:

@@ -2,6 +2,7 @@
 
 package.module:object    a module, found where Python finds it or in the working directory
 FOLDER/FILE.py:object    a file, wherever it lies; modules beside it can be imported
+verifiers:FOLDER/FILE.py a file of a task family's own kind
 """
 
 from __future__ import annotations
@@ -67,16 +68,22 @@ def is_file(spec: str) -> bool:
     return split_name(spec)[0].endswith(".py")
 
 
+def file_in(spec: str) -> str | None:
+    """FILE.py of "FILE.py:object" and of "family:FILE.py"; None: it names no file."""
+    return next((part for part in spec.rpartition(":")[::2] if part.endswith(".py")), None)
+
+
 def without_folder(spec: str) -> str:
     """A name that is the same on every machine: "word_problems.py:TASK"."""
-    return spec.rpartition("/")[2] if is_file(spec) else spec
+    file = file_in(spec)
+    return spec if file is None else spec.replace(file, file.rpartition("/")[2])
 
 
 def source_of(spec: str) -> Path | None:
     """The user's file; None: the object lies in none."""
     module_name, _ = split_name(spec)
-    if is_file(spec):
-        return Path(module_name).absolute() if Path(module_name).is_file() else None
+    if (file := file_in(spec)) is not None:
+        return Path(file).absolute() if Path(file).is_file() else None
     if not module_name or module_name.partition(".")[0] == "tlt":
         return None
     see(Path.cwd())

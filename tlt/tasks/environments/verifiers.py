@@ -65,7 +65,7 @@ class Env:
         """Raises UserError where `run` does not say again what it had said."""
         verifiers = Verifiers(self.taskset)
         task = verifiers.task_of(self.data, self.options)
-        env = _environment(self.taskset, self.options)
+        env = _environment(verifiers, self.options)
         agents = _Agents(self.taskset, env.config, task, self.replies, is_over)
         seed_generators({"problem_id": task.key}, 0)  # the same in every turn
         with suppress(_Waits):
@@ -79,14 +79,15 @@ class Env:
         return agents
 
 
-def _environment(taskset: str, options: Mapping[str, Any]) -> Any:
+def _environment(verifiers: Verifiers, options: Mapping[str, Any]) -> Any:
     """UserError unless it has one agent, who then is the policy, without a harness of verifiers."""
-    kind, given = env_config_type(taskset), {"taskset": {"id": taskset, **options}}
+    kind, given = env_config_type(verifiers.id), {"taskset": {"id": verifiers.id, **options}}
     names = [*agent_config_fields(kind.model_validate(given))]
     if len(names) != 1:
-        raise UserError(f"verifiers:{taskset}: has agents {', '.join(names)}; take one of a single agent")
+        found = ", ".join(names)
+        raise UserError(f"verifiers:{verifiers.name}: has agents {found}; take one of a single agent")
     config = kind.model_validate({**given, names[0]: {"harness": {"id": "null"}}})
-    return environment_class(taskset)(config)
+    return environment_class(verifiers.id)(config)
 
 
 async def _run(env: Any, task: Any, agents: _Agents) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tlt.base.config.schema import Config
-from tlt.base.io.plugins import source_of, split_name
+from tlt.base.io.plugins import file_in, source_of, split_name
 from tlt.base.kinds import shorten
 from tlt.base.types import Problem, SamplingParams, UserError
 
@@ -180,7 +180,7 @@ def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -
 
 def code_of(config: Config) -> dict[str, Path]:
     """Module → file."""
-    found = {split_name(name)[0]: source_of(name) for name in _names_of(config)}
+    found = {file_in(name) or split_name(name)[0]: source_of(name) for name in _names_of(config)}
     return {module: path for module, path in found.items() if path is not None}
 
 

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 
 from tlt.base.config.load import load_config, read_overrides
 from tlt.base.config.schema import Config, ModelSection, TaskSection
+from tlt.base.io.plugins import without_folder
 from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
+from tlt.training.saved.inputs import code_of
 
 
 @pytest.fixture
@@ -369,3 +371,7 @@ def test_code_of_an_environment_is_found_beside_the_configuration(tmp_path: Path
     assert load_config(path).environment.factory == f"{own}Env"
     path.write_text(begin + "factories = {chess = 'mine.py:Chess', go = 'module:Go'}")
     assert load_config(path).environment.factories == {"chess": f"{own}Chess", "go": "module:Go"}
+    path.write_text(begin.replace("countdown", "verifiers:mine.py") + "factory = 'module:Env'")
+    assert load_config(path).task.name == f"verifiers:{tmp_path / 'mine.py'}"
+    assert without_folder(load_config(path).task.name) == "verifiers:mine.py"
+    assert tmp_path / "mine.py" in code_of(load_config(path)).values()

@@ -131,6 +131,16 @@ def test_the_tasks_prompt_comes_first(folder: Path) -> None:
     assert begin(environments(ENV), row) == "Guess a digit."
 
 
+def test_a_file_is_a_taskset_wherever_it_lies(tmp_path: Path) -> None:
+    file = tmp_path / "guess_k.py"
+    file.write_text(GUESS.format(more="pass", seats="pass", hint="1", first="pass"))
+    row, *_ = json.loads(json.dumps(Verifiers(str(file)).draw_here(20, 0, "train", 1.0, {})))
+    assert row["problem_id"].startswith("guess_k-")
+    assert begin(environments(ENV), row) == "Guess a digit."
+    said = say(environments(ENV), row, str(row["data"]["number"]), "")
+    assert reward(environments(ENV), row, said.state) == pytest.approx(1.51)
+
+
 def test_what_cannot_be_played_is_refused(folder: Path) -> None:
     row, *_ = rows(folder, "e", seats="judge: vf.AgentConfig = vf.AgentConfig()")
     with refused("verifiers:guess-e: has agents player, judge; take one of a single agent"):
