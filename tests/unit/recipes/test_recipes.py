@@ -97,7 +97,12 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [("math", "word_problems.py"), ("smollm2", "arithmetic.py"), ("smollm2/calculator", "calculator.py")],
+    [
+        ("math", "word_problems.py"),
+        ("smollm2", "arithmetic.py"),
+        ("smollm2/calculator", "calculator.py"),
+        ("smollm2/skyrl-gym", "largest.py"),
+    ],
 )
 def test_a_copy_brings_the_files_of_its_tasks_and_no_others_and_draws_the_same_problems(
     name: str, task: str, tmp_path: Path
@@ -107,7 +112,8 @@ def test_a_copy_brings_the_files_of_its_tasks_and_no_others_and_draws_the_same_p
     config = tmp_path / "mine" / find_recipe(name).name
     ours, copied = (load_config(path, few) for path in (find_recipe(name), config))
     file = tmp_path / "mine" / task
-    own = {loaded.split(":")[0] for loaded in re.findall(r"\w+\.py:\w+", _configs(tmp_path / "mine"))}
+    loaded = r"\w+\.py(?=:\w)|(?<=verifiers:)\w+\.py|(?<=`python )\w+\.py"
+    own = {*re.findall(loaded, _configs(tmp_path / "mine"))}
     assert {path.name for path in (tmp_path / "mine").rglob("*.py")} == own
     assert copied.task.name == f"{file}:TASK"
     assert ours.task.name == f"{find_recipe(name).with_name(task)}:TASK"
@@ -130,6 +136,7 @@ def test_a_copy_brings_the_files_of_its_tasks_and_no_others_and_draws_the_same_p
         "smollm2/reasoning",
         "smollm2/calculator",
         "smollm2/guess",
+        "smollm2/skyrl-gym",
     ],
 )
 def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
