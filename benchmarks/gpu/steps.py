@@ -47,7 +47,7 @@ def never_record(engine: RolloutBackend) -> None:
     assert isinstance(engine, RolloutEngine)
     engine.graphs.is_on = False
     if (learned := engine.drafter.learned) is not None:
-        learned.memory.graphs.is_on = False
+        learned.draft_cache.graphs.is_on = False
 
 
 def waits_of(engine: RolloutBackend) -> dict[str, float]:

@@ -72,7 +72,7 @@ def test_a_budget_that_forces_preemption_changes_no_token(
     engine = make_engine(POLICY, Switching([Strategy.OFF, CHAIN, TREE], 1), form, max_batch_size=20)
     engine.memory._cache_bytes = lambda: int(num_sequences * engine.memory.slot_bytes(160))
     engine.add(LONG)
-    found, drafter = {}, engine.drafter.learned.memory
+    found, drafter = {}, engine.drafter.learned.draft_cache
     while not engine.is_idle:
         found.update(step_of(engine))
         held = sum(g.nbytes for cache in (engine.cache, drafter.cache) for g in cache.groups)

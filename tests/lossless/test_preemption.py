@@ -86,7 +86,7 @@ def bytes_held(engine: RolloutEngine) -> int:
     held = [engine.cache]
     total = 0
     if engine.drafter is not None and engine.drafter.kinds != ("ngram",):
-        pairs = engine.drafter.learned.memory
+        pairs = engine.drafter.learned.draft_cache
         held.append(pairs.cache)
         total += pairs.history.num_bytes
     return total + sum(group.nbytes for cache in held for group in cache.groups)

@@ -73,9 +73,9 @@ def drafter_of(
 
 
 def level_by_level(drafter: LearnedDrafter) -> LearnedDrafter:
-    assert isinstance(drafter.memory, PairCache)
-    assert drafter.memory.chain is not None
-    drafter.memory.chain = None
+    assert isinstance(drafter.draft_cache, PairCache)
+    assert drafter.draft_cache.chain is not None
+    drafter.draft_cache.chain = None
     return drafter
 
 
@@ -121,15 +121,15 @@ def test_every_token_has_the_best_score_level_by_level(
             torch.arange(CONFIG.vocab_size) if ours.model.token_ids is None else ours.model.token_ids
         )
         chosen_BD = torch.searchsorted(token_ids_V, tokens_BN[:, 1:].contiguous())
-        levels = theirs.memory.begin(context, STRATEGY, tokens_BN[:, :1])
+        levels = theirs.draft_cache.begin(context, STRATEGY, tokens_BN[:, :1])
         for level in range(DEPTH):
             logits_B1V = levels.next(tokens_BN[:, level : level + 1], None) if level else levels.first()
             noise_BV = noise.of_level(level, theirs.model.token_ids)
             scores_BV = theirs._rank(context.params.scale(logits_B1V), noise_BV)[:, 0]
             behind_B = scores_BV.amax(-1) - scores_BV.gather(1, chosen_BD[:, level : level + 1])[:, 0]
             assert behind_B.max() < TOLERANCE[dtype]
-    (one,), (other,) = ours.memory.cache.layers, theirs.memory.cache.layers
-    for slot, count in enumerate(ours.memory.counts):
+    (one,), (other,) = ours.draft_cache.cache.layers, theirs.draft_cache.cache.layers
+    for slot, count in enumerate(ours.draft_cache.counts):
         torch.testing.assert_close(
             one[slot, :, :count], other[slot, :, :count], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
         )
@@ -156,8 +156,8 @@ def test_eagles_tokens_guesses_and_cache_are_those_of_level_by_level_to_the_bit(
             num_judged += 1
             assert one.guesses_BK.tolist() == other.guesses_BK.tolist()
     assert num_judged == 1
-    (one_layer,), (other_layer,) = ours.memory.cache.layers, theirs.memory.cache.layers
-    for slot, count in enumerate(ours.memory.counts):
+    (one_layer,), (other_layer,) = ours.draft_cache.cache.layers, theirs.draft_cache.cache.layers
+    for slot, count in enumerate(ours.draft_cache.counts):
         assert torch.equal(one_layer[slot, :, :count], other_layer[slot, :, :count])
 
 

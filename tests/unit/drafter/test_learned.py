@@ -161,7 +161,7 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
         for stage, length in enumerate(stages):
             lengths = [length, max(2, length - 3 * (stage % 2))] if stage else [length, length]
             rows = [tokens[b][:n] for b, n in enumerate(lengths)]
-            if any(n - 1 <= done for n, done in zip(lengths, drafter.memory.counts, strict=False)):
+            if any(n - 1 <= done for n, done in zip(lengths, drafter.draft_cache.counts, strict=False)):
                 rows = [tokens[b][:length] for b in range(2)]
             for slot, row in enumerate(rows):
                 remember(drafter, slot, features[slot][: len(row) - 1])

@@ -297,8 +297,8 @@ def test_tokens_are_those_of_off_while_the_vocabulary_is_renewed(
         engine, learned, outside = drafting_engine(wanted, strategy if wanted != "full" else Strategy.OFF)
         found = tokens_of(engine, requests)
         assert found == (expected := expected or found)
-    assert learned.choice is not None
-    assert learned.choice.vocabulary.num_renewals > 1, "in the middle of the responses"
+    assert learned.vocabulary_choice is not None
+    assert learned.vocabulary_choice.vocabulary.num_renewals > 1, "in the middle of the responses"
     assert learned.model.num_proposed == 12
     assert not outside, "only what it holds is proposed"
 
@@ -412,9 +412,9 @@ def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
     training, vocabulary = watched(10)
     context = SimpleNamespace(tokens=[[*range(60)] * 20], requests=[SimpleNamespace(prompt_ids=(1, 2))])
     for is_led in (True, False):
-        training.served.choice.is_led = is_led
+        training.served.vocabulary_choice.is_led = is_led
         training.served.finish(0, make_rollouts()[0])
-        training.served.choice.look(context)
+        training.served.vocabulary_choice.look(context)
         assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == (
             (0, False) if is_led else (1, True)
         )

@@ -14,7 +14,7 @@ from tlt.drafter.training.trainer import DrafterTrainer
 
 class Served(Protocol):
     @property
-    def choice(self) -> VocabularyChoice | None:
+    def vocabulary_choice(self) -> VocabularyChoice | None:
         """None: the draft vocabulary is fixed."""
 
     @property

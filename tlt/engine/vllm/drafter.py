@@ -28,7 +28,7 @@ _NEVER_TRAINED = ("d2t", "t2d")
 
 
 class VllmDrafter(Drafting):
-    choice = None
+    vocabulary_choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
         """push: sends tensors to vLLM's drafter, under vLLM's names.

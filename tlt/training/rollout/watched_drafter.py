@@ -77,7 +77,7 @@ class WatchedDrafter(DrafterTraining):
         self.copies, self.served, self.spot, self.ranks = copies, served, spot, ranks
         self.timeline, self.check_every, self.share = timeline, check_every, share
         self.publisher = Publisher(spot.trainer, served, ranks.average) if spot is not None else None
-        self.choice = served.choice
+        self.choice = served.vocabulary_choice
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()

@@ -89,9 +89,9 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     assert engine.stats.num_tokens > 0
     caches = (
         engine.cache.groups,
-        learned.memory.cache.groups,
+        learned.draft_cache.cache.groups,
         engine.cache.layers,
-        learned.memory.cache.layers,
+        learned.draft_cache.cache.layers,
     )
     assert caches == ([], [], [], [])
-    assert learned.memory.history.ring_SCF.nbytes == 0
+    assert learned.draft_cache.history.ring_SCF.nbytes == 0

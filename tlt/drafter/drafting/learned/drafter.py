@@ -94,13 +94,13 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.model, self.target, self.settings = model, target, settings
-        self.choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
+        self.vocabulary_choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
         trained = training_capture(model.config, target.config.num_layers)
         self._capture = trained if settings.keep_targets else model.config.capture
         size = len(self._capture) * target.config.hidden_size
-        self.memory = make_cache(model, target, size, settings.window, max_slots)
+        self.draft_cache = make_cache(model, target, size, settings.window, max_slots)
 
     @property
     def version(self) -> int:
@@ -120,45 +120,45 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """Also under running sequences: the cache is computed again from the kept features. Evidence about
         the old weights counts for less."""
         self.model.load(tensors, version)
-        self.memory.forget()
+        self.draft_cache.forget()
         if self.calibration is not None:
             self.calibration.age()
 
     def admit(self, slot: int, request: Request) -> None:
-        self.memory.admit(slot)
-        if self.choice is not None:
-            self.choice.admit()
+        self.draft_cache.admit(slot)
+        if self.vocabulary_choice is not None:
+            self.vocabulary_choice.admit()
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        self.memory.history.write(slots, starts, features_BTF)
+        self.draft_cache.history.write(slots, starts, features_BTF)
 
     def move(self, source: int, target: int) -> None:
-        self.memory.move(source, target)
+        self.draft_cache.move(source, target)
 
     def park(self, slot: int, num_positions: int) -> ParkedDraft:
-        return self.memory.park(slot, num_positions)
+        return self.draft_cache.park(slot, num_positions)
 
     def unpark(self, slot: int, request: Request, parked: ParkedDraft) -> None:
-        self.memory.unpark(slot, parked)
+        self.draft_cache.unpark(slot, parked)
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        history = self.memory.history
+        history = self.draft_cache.history
         if history.first_known(num_positions) > 0:
             return None
         return history.read([slot], [0], num_positions)[0]
 
     def finish(self, slot: int, rollout: Rollout) -> None:
-        if self.choice is not None:
-            self.choice.finish(rollout)
+        if self.vocabulary_choice is not None:
+            self.vocabulary_choice.finish(rollout)
 
     def slot_bytes(self, length: int) -> int:
-        return self.memory.slot_bytes(length)
+        return self.draft_cache.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        self.memory.reserve(num_slots, length)
+        self.draft_cache.reserve(num_slots, length)
 
     def release(self) -> None:
-        self.memory.release()
+        self.draft_cache.release()
 
     def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.guesses_BK is not None:
@@ -182,13 +182,13 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     ) -> LearnedProposal:
         """Drafts a chain in one call of compiled loops (CPU), else as one recorded graph (GPU), else level by
         level, as every tree."""
-        if self.choice is not None:
-            self.choice.look(context)
+        if self.vocabulary_choice is not None:
+            self.vocabulary_choice.look(context)
         is_judged = self.tau_search.judges_next()
         if (drafted := self._chain_in_one_call(context, strategy, noise, is_judged)) is not None:
             return drafted
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
-        levels = self.memory.begin(context, strategy, roots_B1)
+        levels = self.draft_cache.begin(context, strategy, roots_B1)
         start = _Start(context.params, strategy, noise, discarded, roots_B1, levels, is_judged)
         return self._chain(start) if strategy.width == 1 else self._tree(start)
 
@@ -219,7 +219,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         """None: it is drafted level by level."""
         if strategy.width > 1 or noise.levels is None:
             return None
-        drafted = self.memory.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
+        drafted = self.draft_cache.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
         if drafted is None:
             return None
         tokens_BN, logits_BV = drafted
@@ -263,7 +263,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
 
     def _replay_chain(self, start: _Start, depth: int) -> tuple[Tensor, ...] | None:
         """As `_chain_by_level`, launched at once; None: it cannot be."""
-        levels, noise, pairs = start.levels, start.noise.levels, self.memory
+        levels, noise, pairs = start.levels, start.noise.levels, self.draft_cache
         if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
             return None
         read = levels.read
