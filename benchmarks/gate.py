@@ -45,7 +45,7 @@ from benchmarks.turns import in_turns
 from tlt.base.config.load import load_config
 from tlt.base.io.files import dumps, write_atomically
 from tlt.base.types import Rollout
-from tlt.training.build.policy import build_policy, plan_policy
+from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.update.logprobs import response_logprobs
 from tlt.training.update.plan import Experience
 
@@ -149,7 +149,7 @@ def mean_gap(subject: Subject, rollouts: Sequence[Rollout]) -> float:
     """Returns the mean distance of the engine's log-probabilities from those of the trainer, which reads the responses at
     once."""
     config, model = subject.config, subject.model
-    policy = build_policy(plan_policy(config, model.config), model, torch.device("cpu"), config.run.seed)
+    policy = build_policy(policy_on_meta(config, model.config), model, torch.device("cpu"), config.run.seed)
     gaps: list[float] = []
     for rollout in rollouts:
         with torch.no_grad():

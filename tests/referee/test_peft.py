@@ -19,7 +19,7 @@ from tlt.engine.build.model import Model
 from tlt.models.decoder import Transformer
 from tlt.models.hf.peft import PREFIX, save_adapter
 from tlt.models.lora import count_adapters
-from tlt.training.build.policy import build_policy, plan_policy
+from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 
 peft = pytest.importorskip("peft")
@@ -49,7 +49,7 @@ def make_pair(
     model = Model(
         Path(), base.config, None, (), {name: tensor.detach() for name, tensor in base.state_dict().items()}
     )
-    ours = build_policy(plan_policy(config, base.config), model, torch.device("cpu"), seed=1)
+    ours = build_policy(policy_on_meta(config, base.config), model, torch.device("cpu"), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

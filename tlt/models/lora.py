@@ -187,11 +187,12 @@ def targets_of_experts(config: ModelConfig) -> tuple[str, ...]:
 
 
 def prefix_of(name: str) -> str:
-    """Of the names of a tensor's adapter."""
+    """The beginning of the names of a tensor's adapter."""
     return name.removesuffix("weight") if name.endswith(".weight") else f"{name}{OF_EXPERTS}."
 
 
 def adapted(model: nn.Module) -> dict[str, AdaptedLayer]:
+    """By the names of the matrices in the module."""
     found: dict[str, AdaptedLayer] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLinear):

@@ -196,6 +196,7 @@ def save_state(run: Run) -> None:
 
 
 def describe_run(config: Config, began: Moment) -> str:
+    """Returns the argument of `main`, the same for all ranks. began: start of the user's command."""
     return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
 
 

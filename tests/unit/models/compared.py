@@ -27,7 +27,7 @@ from tlt.models.decoder import Policy
 from tlt.models.hf.families import load_model_config, parse_any
 from tlt.models.hf.weights import StoredTensors, read_safetensors, save_model
 from tlt.speculation.tuner.tuner import Fixed
-from tlt.training.build.policy import build_policy, plan_policy
+from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 
 TREES = [Strategy.parse(text, "artificial") for text in ("4x1x4", "4x3x10", "off")]
@@ -112,7 +112,7 @@ def make_policy(name: str, **lora: Any) -> Policy:
     stored = reference(name).state_dict()
     tensors = {path: stored[path] for path in AnyTransformer(shape).state_dict()}
     model = Model(Path(), shape, None, (), tensors)
-    policy = build_policy(plan_policy(config, shape), model, torch.device("cpu"), seed=3)
+    policy = build_policy(policy_on_meta(config, shape), model, torch.device("cpu"), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for path, parameter in policy.named_parameters():

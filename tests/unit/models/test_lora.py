@@ -32,7 +32,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.peft import save_adapter
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer, layer_by_layer
-from tlt.training.build.policy import build_policy, build_policy_trainer, plan_policy
+from tlt.training.build.policy import build_policy, build_policy_trainer, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 from tlt.training.ranks.world import World
 from tlt.training.update.update import PolicyTrainer
@@ -63,7 +63,7 @@ def make_policy(shape: ModelConfig = LLAMA, config: Config | None = None) -> Tra
     tensors = {name: tensor.detach() for name, tensor in base_of(shape).state_dict().items()}
     config = config or make_config()
     policy = build_policy(
-        plan_policy(config, shape), Model(Path(), shape, None, (), tensors), torch.device("cpu"), seed=3
+        policy_on_meta(config, shape), Model(Path(), shape, None, (), tensors), torch.device("cpu"), seed=3
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_the_header_says_how_much_is_trained() -> None:
 def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None:
     shape = replace(LLAMA, hidden_size=4096, intermediate_size=16384, num_heads=512, num_kv_heads=512)
     config = make_config("bfloat16", rank=8)
-    num_layers = sum(p.numel() for p in plan_policy(config, shape).parameters()) * 2
+    num_layers = sum(p.numel() for p in policy_on_meta(config, shape).parameters()) * 2
     run = PlannedRun(config, shape, None, 1, True, None, 16)
     changes = {"lora.base_dtype": "bfloat16", "parallel.checkpoint_activations": True}
     smaller = plan_memory(run.changed(changes)).needed

@@ -31,7 +31,7 @@ from tlt.models.hf.peft import save_adapter
 from tlt.models.hf.text_part import COMPOSITE
 from tlt.models.hf.weights import load_tensors, read_safetensors, save_model
 from tlt.models.new import new_target, new_transformer
-from tlt.training.build.policy import build_policy, plan_policy
+from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 
 TEXT: dict[str, Any] = {
@@ -307,7 +307,7 @@ def test_an_adapter_of_the_text_part_is_saved_by_the_whole_model_s_names(
 def adapted_policy(folder: Path, implementation: Implementation) -> tuple[Policy, Config]:
     """Of all matrices, whose adapters do something."""
     config, model = make_config(), load_model(folder, None, None, implementation)
-    policy = build_policy(plan_policy(config, model.config), model, torch.device("cpu"), seed=3)
+    policy = build_policy(policy_on_meta(config, model.config), model, torch.device("cpu"), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for path, parameter in policy.named_parameters():

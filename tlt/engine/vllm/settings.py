@@ -53,7 +53,7 @@ class VllmSettings:
 
     @property
     def way(self) -> Way:
-        """Raises UserError where the user's choice is impossible."""
+        """How weights reach vLLM's workers. Raises UserError where the user's choice is impossible."""
         is_cuda = torch.cuda.is_available()
         return choose_way(self.asked.vllm, is_cuda=is_cuda, has_own_worker=not self.is_in_process)
 

@@ -34,7 +34,7 @@ def build_policy_trainer(
     """
 
     def build() -> Policy:
-        policy, seed = plan_policy(config, model.config), config.run.seed
+        policy, seed = policy_on_meta(config, model.config), config.run.seed
         if not is_sharded:
             return build_policy(policy, model, world.device, seed)
         wanted = config.parallel.param_dtype
@@ -72,7 +72,7 @@ def _load(target: Target, policy: Policy) -> None:
 
 
 def _copy_of_start(config: Config, model: Model, like: Target) -> Target:
-    policy = build_policy(plan_policy(config, model.config), model, like.device, config.run.seed)
+    policy = build_policy(policy_on_meta(config, model.config), model, like.device, config.run.seed)
     target = new_target(model.config, like.dtype, like.device, equal_rows=True)
     _load(target, policy)
     return target
@@ -107,8 +107,8 @@ def base_dtype(config: Config) -> torch.dtype:
     return master_dtype(config) if wanted is None else resolve_dtype(wanted)
 
 
-def plan_policy(config: Config, shape: ModelConfig) -> Policy:
-    """The module is on the meta device."""
+def policy_on_meta(config: Config, shape: ModelConfig) -> Policy:
+    """The run's policy with its adapters, without memory; `build_policy` fills it."""
     with torch.device("meta"):
         policy = new_transformer(shape, base_dtype(config), config.parallel.checkpoint_activations)
     if config.lora.is_used:

@@ -74,7 +74,11 @@ class RolloutPhase:
         idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """Every rank passes the same arguments and gets the same result. Raises StopRequested on all ranks
-        when one of them was asked to stop."""
+        when one of them was asked to stop.
+
+        training: of the drafter.
+        sampling: replaces groups without a gradient by further ones; None: all groups stay.
+        """
         name = f"{purpose} {step}"
         self._begin(training)
         groups: list[Group] = []
@@ -270,6 +274,7 @@ class RolloutPhase:
         return last_token, steps
 
     def _keep(self, whole: Sequence[Finished], work: ReplicaWork, ended: FinishedResponses) -> None:
+        """whole: responses without a further turn."""
         for one in whole:
             self.engine.forget(id_of(one.rollout))
             ended.add(one)

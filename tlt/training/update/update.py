@@ -88,8 +88,8 @@ class PolicyTrainer:
 
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
-    rows: of the engine's copy of `model`, whose numbers stand for the model's own; then `reference` is of
-        such rows, too. None: the model's own count.
+    rows: the engine's copy of `model`, whose numbers stand for the model's own; then `reference` is such a
+        copy, too. None: the model's own numbers count.
     initial_digest: of the initial weights.
     """
 

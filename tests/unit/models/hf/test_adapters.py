@@ -26,7 +26,7 @@ from tlt.models.decoder import Transformer
 from tlt.models.hf.peft import read_adapter, save_adapter
 from tlt.models.hf.weights import save_model
 from tlt.models.lora import BaseOf
-from tlt.training.build.policy import build_policy, build_policy_trainer, plan_policy
+from tlt.training.build.policy import build_policy, build_policy_trainer, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -51,7 +51,7 @@ def start_from(saved: Path, **changes: Any) -> Config:
 
 def published(config: Config, saved: Path) -> dict[str, Tensor]:
     model = open_start(config, torch.float64)
-    policy = build_policy(plan_policy(config, model.config), model, torch.device("cpu"))
+    policy = build_policy(policy_on_meta(config, model.config), model, torch.device("cpu"))
     return {name: tensor.detach() for name, tensor in FullTensors(policy, torch.float64).items()}
 
 

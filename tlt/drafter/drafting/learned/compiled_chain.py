@@ -70,7 +70,7 @@ class CompiledChain:
         rotary, rope_at = self._rope(missing, counts, depth)
         offsets, positions = accumulate(counts, initial=0), map(add, missing.firsts, missing.starts)
         sequences = zip(offsets, counts, missing.starts, positions, rope_at, strict=False)
-        told = np.array([*chain.from_iterable(sequences), *chain.from_iterable(missing.tokens)])
+        packed = np.array([*chain.from_iterable(sequences), *chain.from_iterable(missing.tokens)])
         counters = np.zeros((depth, NUM_COUNTED, 2), np.int64)
         tokens_BN = torch.empty(B, depth + 1, dtype=torch.int64)
         tensors = self._weights() | rotary | _numbers_of(law)
@@ -90,8 +90,8 @@ class CompiledChain:
             "num_items": num_threads,
             "calls": loops.address_of(calls),
             "counters": loops.address_of(counters),
-            "sequences": loops.address_of(told),
-            "new_tokens": loops.address_of(told) + told.itemsize * B * len(SEQUENCE),
+            "sequences": loops.address_of(packed),
+            "new_tokens": loops.address_of(packed) + packed.itemsize * B * len(SEQUENCE),
             "rows": loops.address_of(drafting.rows),
             "num_rows": B,
             "depth": depth,
