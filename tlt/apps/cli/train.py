@@ -62,13 +62,13 @@ def _run(options: Train, began: Moment) -> int:
     def resolve(goes_on: bool) -> Config:
         """goes_on: see `resolve_config`."""
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
-        chosen = options.resume if is_checkpoint(options.resume) and not goes_on else None
+        back_to = options.resume if is_checkpoint(options.resume) and not goes_on else None
         is_new = options.resume is None and not goes_on
-        begun = None if is_new else read_begun(config.run.out_dir, chosen)
-        is_there = not is_new and (isinstance(options.resume, Path) or can_go_on(config.run.out_dir))
-        config = prepare(config, begun, goes_on=is_there)
-        if chosen is not None:
-            go_back(chosen)
+        begun = None if is_new else read_begun(config.run.out_dir, back_to)
+        continues = not is_new and (isinstance(options.resume, Path) or can_go_on(config.run.out_dir))
+        config = prepare(config, begun, goes_on=continues)
+        if back_to is not None:
+            go_back(back_to)
         if is_new and forget_journal(config.run.out_dir):
             what = "the journal of an earlier attempt is removed; --resume would have gone on with it"
             say(f"{config.run.out_dir}: {what}")
