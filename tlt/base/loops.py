@@ -24,11 +24,15 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.core import cgutils
 from numba.core.caching import CacheImpl, FunctionCache, IndexDataCacheFile
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from torch import Tensor
 
 HEAD = [("next_item", "i8"), ("num_items", "i8")]
 """Every loop's record begins with these fields."""
+
+FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+"""Of the processor that loops are compiled for, in LLVM's words, such as +avx512f."""
 
 
 class Loop:
@@ -100,7 +104,8 @@ def _pool() -> ThreadPoolExecutor:
 def compiled(function: Any) -> int:
     """The address of a loop, a function of its record's address. Compiled at first use, and kept on disk."""
     with _alone(function):
-        address = cfunc(types.void(types.int64), cache=True)(function).address
+        signature = types.void(types.int64)
+        address = cfunc(signature, cache=True, error_model="numpy")(function).address
     assert address is not None, "it is compiled"
     return address
 
@@ -260,7 +265,8 @@ def uint16_at(address):  # type: ignore
 
 
 REORDERED = {"nsz", "reassoc", "contract", "arcp"}
-"""LLVM fast-math flags: enough to vectorize sums."""
+"""LLVM fast-math flags: enough to vectorize sums. For divisions, add error_model="numpy": Python's looks
+for a zero before each."""
 
 _LN2, _LOG2E = np.float32(math.log(2)), np.float32(1 / math.log(2))
 

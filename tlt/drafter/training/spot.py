@@ -22,7 +22,7 @@ from tlt.base.spans import Span, SpanName
 from tlt.base.types import Rollout
 from tlt.drafter.training.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.models.attention import Cached
+from tlt.models.attention import cached
 from tlt.models.target import Target
 from tlt.speculation.law.tree import chain_mask
 
@@ -72,7 +72,7 @@ class FeatureRecompute:
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(columns_1T, end, self.target.dtype)
-        attend = Cached(self.target.config, self.layers, columns_1T, end, mask)
+        attend = cached(self.target.config, self.layers, columns_1T, end, mask)
         tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end], device=self.target.device)
         self.chunks.append(self.target.forward_capturing(tokens_T, columns_1T[0], attend, self.capture)[1])
         self.done = end

@@ -10,11 +10,11 @@ from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
 from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 from tlt.base import loops
-from tlt.base.loops import as_pointer
+from tlt.base.loops import FEATURES, as_pointer
+from tlt.models.loops import tiles
 
 LANES = 16
 """Outputs of a panel."""
@@ -27,9 +27,7 @@ _LANES_F32, _LANES_I32 = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 llvm.initialize_native_asmparser()  # for _add_pair
-_FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-
-MOST_SUMS = 24 if "+avx512f" in _FEATURES else 6
+MOST_SUMS = 24 if "+avx512f" in FEATURES else 6
 """Vectors of 16 that fit into the processor's registers beside weights and inputs."""
 
 MOST_ROWS = MOST_SUMS // 2 if MOST_SUMS > 6 else MOST_SUMS
@@ -60,7 +58,9 @@ def multiply_panels(x, num_rows, num_steps, weights, first, end, out, adds):  # 
 
 def compiled_multiply(dtype: torch.dtype) -> int:
     """Multiplies by panels of this type, float32 or bfloat16. Its record: `_CALL` (`multiply_panels`)."""
-    return loops.compiled(_multiply_float32 if dtype == torch.float32 else _multiply_bfloat16)
+    if dtype == torch.float32:
+        return loops.compiled(_multiply_float32)
+    return loops.compiled(_multiply_in_tiles if tiles.are_there() else _multiply_bfloat16)
 
 
 def _multiply_float32(at):  # type: ignore
@@ -69,6 +69,14 @@ def _multiply_float32(at):  # type: ignore
 
 def _multiply_bfloat16(at):  # type: ignore
     _multiply(carray(as_pointer(at), 1, _CALL)[0], BFLOAT16)
+
+
+def _multiply_in_tiles(at):  # type: ignore
+    call = carray(as_pointer(at), 1, _CALL)[0]
+    if call.num_steps % tiles.SIDE:
+        _multiply(call, BFLOAT16)
+    else:
+        tiles.multiply(call, PANELS_AT_ONCE)
 
 
 @njit(inline="always")
@@ -218,7 +226,7 @@ def _add_product(builder: Any, total: Any, word: Any, weights: Any) -> Any:
 
 def _add_pair(builder: Any, total: Any, word: Any, weights: Any) -> Any:
     """total + x · weights, for words of two bfloat16 numbers."""
-    if "+avx512bf16" in _FEATURES:
+    if "+avx512bf16" in FEATURES:
         kind = ir.FunctionType(_LANES_F32, [_LANES_F32, _LANES_I32, _LANES_I32])
         operands = [total, _everywhere(builder, word), weights]
         return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", operands, False)

@@ -176,7 +176,7 @@ def store_item(call, arrays, row, kv_head):  # type: ignore
             layer[target + to_values + d] = narrow(widen(qkv[value + d]), layer[target + d])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _attend_item(call, arrays, row, kv_head, work):  # type: ignore
     """work: the address of a workspace."""
     qkv, layer, out = arrays
@@ -308,7 +308,7 @@ def _hide(call, scores, num_queries, group, count, at, start):  # type: ignore
             scores[query * _KEYS + j] = _NOTHING
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
 def _cap(scores, num_rows, softcap):  # type: ignore
     """softcap · tanh(score / softcap), as 1 - 2 / (exp(2x) + 1)."""
     for at in range(num_rows * _KEYS):

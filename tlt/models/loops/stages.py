@@ -222,7 +222,7 @@ def _norm_part(call, gains, target, part):  # type: ignore
         norm_row(call, call.x, row, call.hidden, gains, target, row * call.hidden)
 
 
-@njit(nogil=True, cache=True, fastmath=REORDERED)
+@njit(nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
 def norm_row(call, source, row, size, gains, target, to):  # type: ignore
     """x / sqrt(mean(x²) + eps) · gain."""
     source, gains, target, at = float32_at(source), float32_at(gains), float32_at(target), _U64(row * size)
@@ -300,7 +300,7 @@ def _gate_part(call, weights, part, like):  # type: ignore
         _gate(call.gate_up, row * 2 * size + first * LANES, (end - first) * LANES, size)
 
 
-@njit(nogil=True, cache=True, fastmath=REORDERED)
+@njit(nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
 def _gate(numbers, at, count, size):  # type: ignore
     numbers, at, up = float32_at(numbers), _U64(at), _U64(size)
     for i in range(at, at + _U64(count)):

@@ -12,11 +12,12 @@ from tlt.models.packed import PackedLinear
 products = pytest.importorskip(
     "tlt.models.loops.products", reason="Numba is not installed: PyTorch multiplies"
 )
+tiles = pytest.importorskip("tlt.models.loops.tiles")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
-ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 128)
-SHAPES = [(40, 24), (512, 700), (300, 1465)]
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 20, 33, 64, 128)
+SHAPES = [(40, 24), (512, 700), (96, 80), (300, 1465)]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -74,3 +75,19 @@ def test_each_product_is_added_in_the_order_of_the_inputs_with_one_rounding() ->
     assert panels.multiply(torch.ones(1, 6)).eq(0.0).all()
     panels.load(torch.tensor([-1.0 - 2.0**-11, 1.0 + 2.0**-12, 0.0, 0.0, 0.0, 0.0]).expand(16, 6))
     assert panels.multiply(torch.tensor([[1.0, 1.0 + 2.0**-12, 0.0, 0.0, 0.0, 0.0]])).eq(2.0**-24).all()
+
+
+@pytest.mark.skipif(not tiles.are_there(), reason="the processor has no AMX")
+def test_tiles_are_used_and_pytorchs_own_stay_right_beside_them() -> None:
+    """The order of sums tells who multiplied: 2²⁴ + 1 rounds to 2²⁴, so that a one stays only where all second
+    numbers of 16 pairs are added by themselves."""
+    panels = products.Panels(32, 16, torch.bfloat16)
+    weight = torch.zeros(16, 32, dtype=torch.bfloat16)
+    weight[:, 0], weight[:, 1], weight[:, 2] = 2.0**24, 1.0, -(2.0**24)
+    panels.load(weight)
+    x = torch.ones(40, 32, dtype=torch.bfloat16)
+    big, dense = random(64, 512, dtype=torch.bfloat16), random(700, 512, dtype=torch.bfloat16, seed=1)
+    before = torch.nn.functional.linear(big, dense)
+    for _ in range(3):
+        assert panels.multiply(x).eq(1.0).all()
+        assert torch.equal(torch.nn.functional.linear(big, dense), before)
