@@ -75,7 +75,10 @@ def multiply(call, panels_at_once):  # type: ignore
 
 def _do(builder: Any, name: str, *operands: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), operands)  # type: ignore[no-untyped-call]
+    function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+        builder.module, kind, f"llvm.x86.{name}"
+    )
+    builder.call(function, operands)
 
 
 def _constant(number: int) -> Any:
