@@ -47,3 +47,20 @@ def test_the_count_goes_on_until_a_wrong_number() -> None:
     assert reward(env, row, first.state) == 0.25
     wrong = say(env, row, f"{start + 4}", first.state)
     assert (wrong.text, reward(env, row, wrong.state)) == (None, 0.25)
+
+
+def test_the_suitcase_wants_all_that_is_packed() -> None:
+    pytest.importorskip("openenv", reason="OpenEnv is not installed")
+    from recipes.smollm2.suitcase_server import NUM_TURNS, Reply, Suitcase
+
+    server = Suitcase()
+    packed, rewards = [server.reset(seed=3).text], []
+    for turn in range(1, NUM_TURNS + 1):
+        said = server.step(Reply(text=", ".join(text[len("I pack ") : -1] for text in packed)))
+        assert said.done == (turn == NUM_TURNS)
+        rewards.append(said.reward)
+        packed.append(said.text)
+    assert sum(rewards) == pytest.approx(1.0)
+    thing = server.reset(seed=3).text[len("I pack ") : -1]
+    assert server.step(Reply(text=f"{thing}, a whale")).reward == 0.0
+    assert server.step(Reply(text=thing)).reward == 0.1

@@ -138,6 +138,7 @@ def test_a_copy_brings_the_files_of_its_tasks_and_no_others_and_draws_the_same_p
         "smollm2/guess",
         "smollm2/skyrl-gym",
         "smollm2/verifiers",
+        "smollm2/openenv",
     ],
 )
 def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
