@@ -25,10 +25,13 @@ SIDE = 16
 _LINE = 64
 """Bytes of a tile's line: 16 pairs of bfloat16, or 16 sums in float32."""
 
+_AHEAD = 8
+"""So many tiles of weights ahead, memory is asked for them: the processor itself looks less far."""
+
 _ARCH_PRCTL, _REQUEST, _TILES = 158, 0x1023, 18
 """Linux's call, and what is asked for: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILE_DATA, asm/prctl.h."""
 
-_I8, _I16, _I64 = (ir.IntType(bits) for bits in (8, 16, 64))
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _SUMS = ir.VectorType(ir.FloatType(), SIDE)
 
 
@@ -167,6 +170,8 @@ def _generate_block(builder: Any, num_tiles: int, num_panels: int, values: list[
             skip = builder.mul(panel_bytes, _constant(panel)), builder.mul(step, _constant(_LINE))
             register = ir.Constant(_I8, 6 + panel % 2)
             _do(builder, "tileloadd64", register, at(weights, *skip), _constant(_LINE))
+            for line in range(SIDE):
+                _fetch(builder, at(weights, *skip, _constant(_LINE * (SIDE * _AHEAD + line))))
             for tile in tiles:
                 _do(builder, "tdpbf16ps", sums[tile, panel], ir.Constant(_I8, 4 + tile), register)
     room = cgutils.alloca_once(builder, ir.ArrayType(_SUMS, SIDE))  # type: ignore[no-untyped-call]
@@ -189,6 +194,16 @@ def _generate_block(builder: Any, num_tiles: int, num_panels: int, values: list[
                     rest = builder.sub(num_rows, _constant(SIDE * tile))
                     whole = builder.icmp_signed(">", rest, _constant(SIDE))
                     _add_rows(builder, room, into, stride, builder.select(whole, _constant(SIDE), rest))
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Into the second cache. An address may lie beyond all weights."""
+    kind = ir.FunctionType(ir.VoidType(), [address.type, *[_I32] * 3])
+    prefetch = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+        builder.module, kind, "llvm.prefetch.p0"
+    )
+    for_reading, second_cache, data = (ir.Constant(_I32, number) for number in (0, 2, 1))
+    builder.call(prefetch, [address, for_reading, second_cache, data])
 
 
 def _add_rows(builder: Any, room: Any, into: Any, stride: Any, num_rows: Any) -> None:
