@@ -236,10 +236,10 @@ TABLES: Mapping[str, Table] = {
         "README.md",
         ("compared with", "model", "whole step", "rollout"),
         (
+            (f"TLT without speculation, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-drafts")),
             ("TLT without speculation", f"{SMOLLM2}, sums step by step", "smollm2-step", "smollm2-rollout"),
             ("TLT without speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
             ("TRL 1.16 without vLLM", COUNTDOWN, "trl-step", "trl-rollout"),
-            (f"TLT without speculation, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-drafts")),
             (f"vLLM 0.32, neither drafts, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-vllm")),
         ),
         num_words=2,
