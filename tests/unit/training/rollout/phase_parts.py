@@ -148,7 +148,7 @@ def make_training(
     copies: Any = None
     if target is not None:
         copies = DrafterCopies(spot.trainer.model, learned.model, target, lambda group, counts: 0)
-    learned = learned or SimpleNamespace(choice=None, version=0)
+    learned = learned or SimpleNamespace(vocabulary_choice=None, version=0)
     return WatchedDrafter(copies, learned, spot, Ranks(0, gather, average), Timeline(0))
 
 
