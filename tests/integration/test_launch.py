@@ -151,10 +151,15 @@ def entry(scenario, stop):
     elif scenario == "killed" and rank == 1:
         os.kill(os.getpid(), 9)
     elif scenario == "killed once":
+        is_again = os.path.exists("killed once")
         stale = world.store.add("units", 1 if rank == 1 else 0)  # under a prefix of its own, it is 1 in each attempt
         gather_objects(world, "added")
         say(units=world.store.add("units", 0))
-        if rank == 1 and not os.path.exists("killed once"):
+        if not is_again and rank == 0:
+            world.store.set("said", "")
+            world.store.wait(["never"])  # in a collective it could see the other's death before the launcher does
+        elif not is_again:
+            world.store.wait(["said"])
             open("killed once", "w").close()
             os.kill(os.getpid(), 9)
     elif scenario == "exit" and rank == 1:
