@@ -149,6 +149,7 @@ def test_an_unknown_commit_counts_as_earlier() -> None:
         ("tlt/a.py", "def f():\n    return 1\n", "def f():\n    return 2\n", True),
         ("tlt/a.py", "x = 1\n", None, True),
         ("tlt/kernel.cpp", "// old\n", "// new\n", True),
+        ("tlt/engine/vllm/a.py", "x = 1\n", "x = 2\n", False),
         ("recipes/a.py", 'def tool():\n    """Old."""\n', 'def tool():\n    """New."""\n', True),
     ],
 )
@@ -159,7 +160,7 @@ def test_a_figure_is_of_an_earlier_tree_once_its_paths_compute_something_else(
     evidence.git("init", "-q")
     path = tmp_path / name
     for text in (before, after):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)

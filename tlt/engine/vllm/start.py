@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
     register()
     # a reload warns of every layer without weights of its own; tlt_settle (worker.py) checks for itself
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+    with _as_launched(), torch.random.fork_rng():  # the caller's random numbers stay as they are
         try:
             llm = vllm.LLM(**arguments(settings))
         except ValueError as error:  # vLLM refuses the model, or a cache without room for a whole response
@@ -38,6 +40,18 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
                 f"run.equal_rows: {one_line(error, 400)}; give false, or rollout.engine tlt"
             ) from None
     return llm, request_params
+
+
+@contextmanager
+def _as_launched() -> Iterator[None]:
+    """vLLM's CPU platform writes its own ranks over the launcher's, which a run reads again (place.py)."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
