@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 from torch import Tensor
 
 from tlt.base.types import DraftTree, Verdict
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.verify import Noise, verify
+
+Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
+"""The type of `verify`, and of a faulty one in its place."""
 
 
 class PlantedFault:

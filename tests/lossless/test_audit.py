@@ -7,23 +7,24 @@ of 1e-4 each; the seeds are fixed, so a verdict here never changes by chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.lossless.faults import PlantedFault
+from tests.lossless.faults import PlantedFault, Verify
 from tests.lossless.helpers import PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, to_transformers
 from tlt.apps.audit.referee import Referee
 from tlt.apps.audit.report import AuditReport
 from tlt.apps.audit.verdict import Auditor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, SamplingParams, Verdict
+from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import Noise, Verify, verify
+from tlt.speculation.law.verify import Noise, verify
 from tlt.speculation.tuner.protocol import StrategyTuner
 
 MAX_TOKENS = 40
@@ -77,14 +78,9 @@ def test_our_engine_passes_in_every_mode_under_every_setting(
     assert report.logprob_gap < 1e-3  # what the default tolerance supposes of a float32 engine
 
 
-def with_fault(
-    fault: Verify, drafter: str = "random", strategies: Sequence[Strategy] = (TREE,)
-) -> RolloutEngine:
-    engine = make_engine(
-        make_policy(), Switching(strategies, 0), drafter, dtype=torch.float32, max_batch_size=64
-    )
-    engine.verify = fault
-    return engine
+def with_fault(fault: Verify, monkeypatch: pytest.MonkeyPatch) -> RolloutEngine:
+    monkeypatch.setattr(tree_forward, "verify", fault)
+    return make_engine(make_policy(), Switching([TREE], 0), "random", dtype=torch.float32, max_batch_size=64)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +91,14 @@ def with_fault(
         pytest.param(PARAMS[0], id="greedy"),
     ],
 )
-def test_a_rejected_draft_accepted_now_and_then_is_found(params: SamplingParams, referee: Referee) -> None:
+def test_a_rejected_draft_accepted_now_and_then_is_found(
+    params: SamplingParams, referee: Referee, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all; 3
     where they are rare and not impossible. At 1 in 100 there, test_verdict.py states the number of tokens."""
     is_plain = params.temperature > 0 and not params.truncates
     fault = PlantedFault(0.03 if is_plain else 0.01)
-    report = audit(referee, with_fault(fault), params, num_responses=400 if is_plain else 150)
+    report = audit(referee, with_fault(fault, monkeypatch), params, num_responses=400 if is_plain else 150)
     assert fault.num_planted > 20
     assert report.is_convicted
     if is_plain:  # the fault's tokens are rare, not impossible: only their number tells
@@ -125,13 +123,15 @@ def test_truncation_forgotten_is_found(referee: Referee) -> None:
     assert report.offenders[0].p == 0.0
 
 
-def test_a_stop_token_suppressed_by_the_engine_is_found(referee: Referee) -> None:
+def test_a_stop_token_suppressed_by_the_engine_is_found(
+    referee: Referee, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def suppressing(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
         logits_BNV = logits_BNV.clone()
         logits_BNV[..., STOP] -= 1.5
         return verify(tree, logits_BNV, noise, params)
 
-    report = audit(referee, with_fault(suppressing), SamplingParams(), num_responses=200)
+    report = audit(referee, with_fault(suppressing, monkeypatch), SamplingParams(), num_responses=200)
     assert report.is_convicted
     assert report.best_bet is not None
     assert report.best_bet.startswith("odds of stop 0.")

@@ -31,9 +31,11 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict, id_of
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
+from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
+from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import BatchState, StepOutcome
 from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
 
@@ -88,10 +90,11 @@ def test_a_short_memory_changes_no_token(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "hybrid"])
 @pytest.mark.parametrize("max_batch_size", [1, 6])
-def test_chains_as_long_as_what_was_retrieved_change_no_token(kind: str, max_batch_size: int) -> None:
+def test_chains_as_long_as_what_was_retrieved_change_no_token(
+    kind: str, max_batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     widths, is_ragged = set(), False
     engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size)
-    verify = engine.verify
 
     def watched(tree: DraftTree, *args: Any) -> list[Verdict]:
         nonlocal is_ragged
@@ -99,7 +102,7 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(kind: str, max_bat
         is_ragged |= tree.lengths is not None
         return verify(tree, *args)
 
-    engine.verify = watched
+    monkeypatch.setattr(tree_forward, "verify", watched)
     assert_same_as_off(engine, REQUESTS)
     assert len(widths) > 1
     assert is_ragged == (max_batch_size > 1)

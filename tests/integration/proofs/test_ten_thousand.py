@@ -28,7 +28,7 @@ from torch import Tensor
 
 from examples import one_file
 from tests.lossless import helpers
-from tests.lossless.faults import PlantedFault
+from tests.lossless.faults import PlantedFault, Verify
 from tests.lossless.helpers import (
     STOP,
     VOCAB,
@@ -50,11 +50,12 @@ from tlt.drafter.model import DraftModel
 from tlt.drafter.shape import BlockOptions, drafter_shape
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.drafter.training.offline import OfflineSettings, train_offline
+from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.decoder import Transformer
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import NoiseAt, Verify, verify
+from tlt.speculation.law.verify import NoiseAt, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -239,8 +240,10 @@ FAULTS: list[Callable[[], Verify]] = [NoiseOfTheWrongPlace, lambda: tempered, la
 @pytest.mark.parametrize(
     "fault", FAULTS, ids=["noise of the wrong place", "tempered", "one accepted too many"]
 )
-def test_a_planted_fault_is_seen(form: str, fault: Callable[[], Verify]) -> None:
+def test_a_planted_fault_is_seen(
+    form: str, fault: Callable[[], Verify], monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = requests_for(0)
     engine = engine_of(form, SETTINGS[0], 5, requests, 0)
-    engine.verify = fault()
+    monkeypatch.setattr(tree_forward, "verify", fault())
     assert any("the law's is" in one for one in judge(engine, requests))

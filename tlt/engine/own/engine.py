@@ -46,7 +46,6 @@ from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
 from tlt.speculation.law.draw import compiled_loops
 from tlt.speculation.law.tree import chain, layout
-from tlt.speculation.law.verify import Verify, verify
 from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
 
 
@@ -79,7 +78,6 @@ class RolloutEngine(RolloutBackend):
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, window, cache_bytes)
         self.drafter = self.memory.drafter
-        self.verify: Verify = verify
         self.routes = routes if model.num_routes else "none"
         self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None
@@ -285,7 +283,7 @@ class RolloutEngine(RolloutBackend):
                 self.model, self.cache, tree, nodes, self.drafter.capture, graphs
             )
             captured_BNF, routes_BNR = self._split(captured_BNF)
-        verdicts = forward.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        verdicts = forward.verdicts(partial(law.of_nodes, nodes), law.params)
         if routes_BNR is not None:
             for sequence, routes_NR, verdict in zip(self.running, routes_BNR, verdicts, strict=True):
                 path = slice(len(verdict.path)) if tree.is_chain else list(verdict.path)

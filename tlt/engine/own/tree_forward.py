@@ -25,7 +25,7 @@ from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.tree import TreeLayout, chain
-from tlt.speculation.law.verify import Noise, Verify
+from tlt.speculation.law.verify import Noise, verify
 
 PIECE = Strategy.MAX_DEPTH + 1
 """Nodes of a chain verified at a time, the root included."""
@@ -47,7 +47,7 @@ class TreeForward:
     features_NE: Tensor
     real_N: Tensor | None
 
-    def verdicts(self, verify: Verify, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
+    def verdicts(self, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:

@@ -8,7 +8,7 @@ Every committed token is the target's own sample, so speculation is lossless for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,6 @@ class NoiseAt:
 
 Noise = Tensor | NoiseAt
 """The noise of the position that follows each node. Engines pass a `NoiseAt`, tests values [B, N, V]."""
-
-Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
-"""The type of `verify`, which tests of the audit replace by a faulty function."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:

@@ -64,7 +64,7 @@ def engine_for(arm: str) -> RolloutEngine:
     return engine
 
 
-def count(engine: RolloutEngine) -> Mapping[ResponseId, list[Counted]]:
+def count(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> Mapping[ResponseId, list[Counted]]:
     """Counts in every tree that the engine verifies, beside it."""
     counted: dict[ResponseId, list[Counted]] = {id_of(request): [] for request in REQUESTS}
 
@@ -80,7 +80,7 @@ def count(engine: RolloutEngine) -> Mapping[ResponseId, list[Counted]]:
                 counted[id_of(sequence.request)].append(outcome)
         return verdicts
 
-    engine.verify = counting
+    monkeypatch.setattr(tree_forward, "verify", counting)
     return counted
 
 
@@ -118,9 +118,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("arm", "kinds"), KINDS.items())
-def test_drafts_are_recorded_as_they_were_verified_and_counted(arm: str, kinds: set[str]) -> None:
+def test_drafts_are_recorded_as_they_were_verified_and_counted(
+    arm: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_for(arm)
-    counted = count(engine)
+    counted = count(engine, monkeypatch)
     found = by_id(engine.generate(REQUESTS))
     for key, rollout in found.items():
         assert rollout.token_ids == PLAIN[key].token_ids
@@ -141,7 +143,9 @@ def test_drafts_are_recorded_as_they_were_verified_and_counted(arm: str, kinds: 
     "arm",
     ["ngram:4x2x8", "ngram:6x1x6", "ngram:15x4x40", "hybrid:5x3x10", "learned:3x2x6", "artificial:4x3x12"],
 )
-def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_padding(arm: str) -> None:
+def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_padding(
+    arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_for(arm) if arm[0] != "a" else make_engine(POLICY, Fixed(Strategy.parse(arm)), "random")
     survivors, drafted, outcomes, deepest = Counter[int](), list[int](), list[StepOutcome](), 0
 
@@ -158,7 +162,7 @@ def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_pad
             survivors.update(range(1, len(verdict.path)))
         return verdicts
 
-    engine.verify = counting
+    monkeypatch.setattr(tree_forward, "verify", counting)
     assert engine.tuner is not None
     engine.tuner.observe = lambda strategy, batch, outcome: outcomes.append(outcome)  # type: ignore[method-assign]
     by_id(engine.generate(REQUESTS))
@@ -190,7 +194,7 @@ def test_the_target_does_not_read_the_padding_of_retrieved_trees(
         return verify(tree, logits_BNV, noise, params)
 
     monkeypatch.setattr(engine.model, "forward_capturing", watched)
-    engine.verify = counting
+    monkeypatch.setattr(tree_forward, "verify", counting)
     assert tokens_of(engine, REQUESTS) == {key: rollout.token_ids for key, rollout in PLAIN.items()}
     assert len({*wanted}) > 1
 
