@@ -25,6 +25,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.tasks.countdown import TASK
 from tlt.training.update.algorithms import clipped_loss, group_advantages
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.update import PolicyTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -235,7 +236,8 @@ def test_its_advantages_and_clipped_loss_are_those_of_the_package() -> None:
 
 def package_gradient(policy: Transformer, rollouts: list[Any], rewards: list[float]) -> dict[str, Tensor]:
     settings, sampling = AlgorithmSection(), SamplingSection(temperature=one_file.TEMPERATURE, max_tokens=70)
-    trainer = PolicyTrainer(policy, settings, OptimizerSection(), sampling, 9)
+    gradients = gradients_of(policy, None)
+    trainer = PolicyTrainer(policy, settings, OptimizerSection(), sampling, 9, gradients)
     records = [
         Rollout(
             r.problem.problem_id,

@@ -30,6 +30,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.models.any import AnyTarget, AnyTransformer
 from tlt.models.hf.families import parse_any
 from tlt.models.routing import routers_of
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.logprobs import response_logprobs
 from tlt.training.update.plan import Experience
 from tlt.training.update.routes import Routes
@@ -235,7 +236,8 @@ def test_the_update_takes_the_experts_that_the_engine_took(name: str) -> None:
 
 def make_trainer(policy: AnyTransformer, minibatches: int = 1) -> PolicyTrainer:
     section = AlgorithmSection(tokens_per_micro_batch=100, minibatches=minibatches)
-    return PolicyTrainer(policy, section, OPTIMIZER, SamplingSection(temperature=1.0, max_tokens=64), 10)
+    sampling = SamplingSection(temperature=1.0, max_tokens=64)
+    return PolicyTrainer(policy, section, OPTIMIZER, sampling, 10, gradients_of(policy, None))
 
 
 @pytest.mark.parametrize("routes", ["all", "first"])

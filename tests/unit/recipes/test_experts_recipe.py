@@ -25,6 +25,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.models.any import AnyTarget, AnyTransformer
 from tlt.models.any_config import AnyConfig
 from tlt.tasks.countdown import TASK
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.update import PolicyTrainer, UpdateMetrics
 
 BASE, DRAFTER = (find_recipe("experts").with_name(name) for name in ("base", "drafter"))
@@ -79,7 +80,9 @@ def update(engine_dtype: torch.dtype, replays: bool, max_tokens: int = 32) -> Up
     policy = AnyTransformer(model.config)
     policy.load_state_dict({name: model.tensors[name].float() for name in policy.state_dict()})
     sampling = SamplingSection(temperature=1.0, max_tokens=max_tokens)
-    return PolicyTrainer(policy, AlgorithmSection(), OPTIMIZER, sampling, 10).update(rollouts, rewards, 0)
+    gradients = gradients_of(policy, None)
+    trainer = PolicyTrainer(policy, AlgorithmSection(), OPTIMIZER, sampling, 10, gradients)
+    return trainer.update(rollouts, rewards, 0)
 
 
 def test_engine_and_update_route_alike_in_float32_and_every_expert_has_work() -> None:

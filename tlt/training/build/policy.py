@@ -21,6 +21,7 @@ from tlt.tasks.rewards.scoring import RewardSpec
 from tlt.training.build.environment import environment_spec, gives_reward
 from tlt.training.ranks.sharding import FullTensors, fill, mesh_of, shard
 from tlt.training.ranks.world import World
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.update import PolicyTrainer
 
 
@@ -48,19 +49,16 @@ def build_policy_trainer(
     elif config.algorithm.kl_coefficient > 0:
         starts_from_base = config.lora.is_used and model.adapter is None
         reference = BaseOf(policy) if starts_from_base else build()
-    trainer = PolicyTrainer(
+    return PolicyTrainer(
         policy,
         config.algorithm,
         config.optimizer,
-        sampling=config.sampling,
-        num_steps=config.run.num_steps,
-        process_group=world.group,
-        reference=reference,
-        reduces_each=config.parallel.reduce_each_micro_batch,
+        config.sampling,
+        config.run.num_steps,
+        gradients_of(policy, world.group, config.parallel.reduce_each_micro_batch),
+        reference,
+        rows=None if target is None else _rows_of(config, target, lambda: _load(target, policy)),
     )
-    if target is not None:
-        trainer.rows = _rows_of(config, target, lambda: _load(target, policy))
-    return trainer
 
 
 def _rows_of(config: Config, target: Target, load: Callable[[], None]) -> EqualRows:

@@ -22,6 +22,11 @@ class Gradients(Protocol):
     """On every rank: with collect(): backward, backward, …, reduce, norm, scale, step."""
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: a single rank."""
+        ...
+
+    @property
     def needs_equal_shares(self) -> bool:
         """A forward or backward is a collective: all ranks must run equally many."""
         ...
@@ -41,7 +46,7 @@ class Gradients(Protocol):
     def scale(self, factor: float) -> None: ...
 
 
-def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool) -> Gradients:
+def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool = True) -> Gradients:
     """reduces_each: see Sharded."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, FSDPModule):

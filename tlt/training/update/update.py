@@ -47,7 +47,7 @@ from tlt.training.update.algorithms import (
 )
 from tlt.training.update.batch import check_batch, count_problems, make_experiences, scored_ones
 from tlt.training.update.finite import check_loss, check_rewards, check_weights
-from tlt.training.update.gradients import gradients_of
+from tlt.training.update.gradients import Gradients
 from tlt.training.update.logprobs import logprobs_of_rows, response_logprobs
 from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
 from tlt.training.update.routes import Routes
@@ -84,7 +84,7 @@ COLDEST = 1e-6
 
 
 class PolicyTrainer:
-    """Owns the optimizer of `model`. Every rank of `process_group` calls `update` with the same rollouts.
+    """Owns the optimizer of `model`. Every rank calls `update` with the same rollouts.
 
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
@@ -100,9 +100,9 @@ class PolicyTrainer:
         optimizer_section: OptimizerSection,
         sampling: SamplingSection,
         num_steps: int,
-        process_group: dist.ProcessGroup | None = None,
+        gradients: Gradients,
         reference: Policy | BaseOf | EqualRows | None = None,
-        reduces_each: bool = True,
+        rows: EqualRows | None = None,
     ) -> None:
         if sampling.temperature < COLDEST:
             needs = f"a policy gradient needs samples: set it to {COLDEST} or more"
@@ -112,15 +112,13 @@ class PolicyTrainer:
         )
         self.algorithm_section, self.optimizer_section = algorithm_section, optimizer_section
         self.algorithm = algorithm_section.resolve(sampling.max_tokens)
-        self.model, self.reference = model, reference
-        self.rows: EqualRows | None = None
+        self.model, self.reference, self.rows = model, reference, rows
         self.has_kl_loss = reference is not None and self.algorithm.kl_in == "loss"
         self.temperature, self.num_steps = sampling.temperature, num_steps
-        self.group = process_group
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
+        self.gradients, self.group = gradients, gradients.group
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.next_step = 0
-        self.gradients = gradients_of(model, process_group, reduces_each)
         self.initial_digest = self._digest_weights()
         parameters = [*self.trained().values()]
         self.device = parameters[0].device

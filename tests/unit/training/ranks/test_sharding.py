@@ -35,6 +35,7 @@ from tlt.training.ranks.sharding import (
 from tlt.training.ranks.world import World
 from tlt.training.update import logprobs
 from tlt.training.update.finite import NonFiniteUpdate
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.update import PolicyTrainer
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
@@ -102,7 +103,8 @@ class Ranks:
         **algorithm: Any,
     ) -> PolicyTrainer:
         settings = AlgorithmSection(**{"tokens_per_micro_batch": 100, **algorithm})
-        return PolicyTrainer(model, settings, optimizer, SAMPLING, 10, self.world.group, reference, each)
+        gradients = gradients_of(model, self.world.group, each)
+        return PolicyTrainer(model, settings, optimizer, SAMPLING, 10, gradients, reference)
 
     def updates(self, trainer: PolicyTrainer, steps: range = range(2), **batch: int) -> list[dict[str, Any]]:
         """Metrics of updates, whose rollouts come to each rank in another order. The engine's logprobs are

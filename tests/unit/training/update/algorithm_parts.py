@@ -16,6 +16,7 @@ from tlt.base.config.schema import AlgorithmSection, OptimizerSection, SamplingS
 from tlt.base.types import Reward, Rollout, id_of
 from tlt.models.decoder import ModelConfig
 from tlt.training.update import update
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.plan import Experience
 from tlt.training.update.update import PolicyTrainer
 
@@ -95,9 +96,8 @@ def update_by_table(case: Case, tokens_per_micro_batch: int = 64, **algorithm: A
     settings = AlgorithmSection(epochs=2, tokens_per_micro_batch=tokens_per_micro_batch, **algorithm)
     model: Any = Table(case, case.old)
     reference: Any = Table(case, case.reference) if settings.kl_coefficient else None
-    trainer = PolicyTrainer(
-        model, settings, OptimizerSection(), SamplingSection(max_tokens=MAX_TOKENS), 9, None, reference
-    )
+    sampling, gradients = SamplingSection(max_tokens=MAX_TOKENS), gradients_of(model, None)
+    trainer = PolicyTrainer(model, settings, OptimizerSection(), sampling, 9, gradients, reference)
     passes = []
 
     def take_down(loss: float, step: int, largest_reward: float) -> float:

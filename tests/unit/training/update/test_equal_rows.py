@@ -3,6 +3,7 @@ of its own computation at those numbers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tlt.models.any import AnyTransformer
 from tlt.models.decoder import ModelConfig, Policy, Transformer
 from tlt.training.update import update
 from tlt.training.update.algorithms import importance_ratio
+from tlt.training.update.gradients import gradients_of
 from tlt.training.update.logprobs import logprobs_of_rows, response_logprobs
 from tlt.training.update.plan import Experience
 from tlt.training.update.routes import Routes
@@ -132,10 +134,10 @@ def test_the_ratio_of_a_first_minibatch_is_exactly_one(
     engine = engine_of(model, torch.bfloat16, "off")
     batch = responses_of(engine, params)
     section = AlgorithmSection(minibatches=2, tokens_per_micro_batch=4096)
-    trainer = PolicyTrainer(model, section, OPTIMIZER, SamplingSection(max_tokens=40), 10)
-    trainer.rows = EqualRows(
-        engine.model, params, lambda: engine.model.load(dict(model.named_parameters()), 1)
-    )
+    sampling, gradients = SamplingSection(max_tokens=40), gradients_of(model, None)
+    load = partial(engine.model.load, dict(model.named_parameters()), 1)
+    rows = EqualRows(engine.model, params, load)
+    trainer = PolicyTrainer(model, section, OPTIMIZER, sampling, 10, gradients, rows=rows)
     ratios: list[Tensor] = []
 
     def noted(*given: Any) -> Tensor:

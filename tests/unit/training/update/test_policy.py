@@ -63,7 +63,8 @@ def make_trainer(
     **algorithm: Any,
 ) -> PolicyTrainer:
     settings_ = {"tokens_per_micro_batch": 100, **algorithm}
-    return PolicyTrainer(model, AlgorithmSection(**settings_), optimizer, SAMPLING, 10, group, reference)
+    section, gradients = AlgorithmSection(**settings_), gradients_of(model, group)
+    return PolicyTrainer(model, section, optimizer, SAMPLING, 10, gradients, reference)
 
 
 def run(
@@ -419,8 +420,9 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
 
 
 def test_greedy_sampling_is_refused_for_training() -> None:
+    model, greedy = make_model(), SamplingSection(temperature=0.0)
     with pytest.raises(UserError, match="temperature is 0"):
-        PolicyTrainer(make_model(), AlgorithmSection(), OPTIMIZER, SamplingSection(temperature=0.0), 10)
+        PolicyTrainer(model, AlgorithmSection(), OPTIMIZER, greedy, 10, gradients_of(model, None))
 
 
 def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> None:
