@@ -1,2 +1,1 @@
-"""The doors to the street: commands (cli/), Python API (api.py), and what they use: pages, plans, audits,
-runs."""
+"""The doors to the street: commands (cli/), Python API (api.py), and what they use."""

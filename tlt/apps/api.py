@@ -100,19 +100,18 @@ class Engine:
         """Loads a model, a Hugging Face checkpoint folder or OWNER/NAME[@REVISION] on the hub, and its
         drafter unless speculation is off.
 
-        drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier
-            responses to the same problem.
-        speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth,
-            width, budget.
+        drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier responses
+            to the same problem.
+        speculation: "adaptive" (measured while running), "off", or a strategy such as "4x1x4": depth, width,
+            budget.
         dtype: of weights and activations: float32, float64, bfloat16, or "auto": bfloat16 on a GPU, else
             float32.
         device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
-        engine: TLT's own engine, or an installed vLLM with the same sampling law inside, which also takes
-            models that TLT does not train (docs/vllm.md).
-        drafting: keys of the configuration section [drafter], such as vocabulary=4096, the number of
-            tokens that the drafter may propose; and implementation: "own" is TLT's decoder, "transformers"
-            a modeling file of transformers, "auto" TLT's where it computes the family (docs/models.md).
+        engine: TLT's own, or an installed vLLM with the same sampling law inside, which also takes models
+            that TLT does not train (docs/vllm.md).
+        drafting: keys of the configuration section [drafter], such as vocabulary=4096, and implementation,
+            the code that computes the model ("own", "transformers" or "auto", docs/models.md).
         """
         checked("max_batch_size", max_batch_size, BatchSize)
         for name, value in {"path": path, **({} if drafter is None else {"drafter": drafter})}.items():
@@ -224,15 +223,15 @@ class TrainingResult:
 
 
 def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = None) -> TrainingResult:
-    """Trains a policy, as `tlt train` does, and returns when the run has ended.
+    """Trains a policy, as `tlt train` does.
 
     config: a Config, a configuration file, the name of a recipe, or the sections as a dict.
-    task: replaces config.task.name. Ranks and reward workers are processes that import the task by name,
-        so it must be an attribute of a module (`from mytask import TASK`), unless the run stays in this
-        process: run.num_ranks = 1 and rewards.num_workers = 0.
+    task: replaces config.task.name. Ranks and reward workers are processes that import the task by name, so
+        it must be an attribute of a module (`from mytask import TASK`), unless the run stays in this process:
+        run.num_ranks = 1 and rewards.num_workers = 0.
 
-    With several ranks a script must start under `if __name__ == "__main__":`, as multiprocessing requires.
-    A process started by torchrun or srun is a rank of the run, and resumes it after a restart.
+    With several ranks a script must start under `if __name__ == "__main__":`, as multiprocessing requires. A
+    process started by torchrun or srun is a rank of the run, and resumes it after a restart.
     """
     config = config if isinstance(config, Config) else load_config(config)
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
@@ -272,7 +271,7 @@ def _run_here(config: Config, began: Moment) -> bool:
 
 
 def _is_finished(code: int, folder: Path) -> bool:
-    """Raises if ranks with this exit code failed."""
+    """Raises an error for ranks that failed."""
     if code == EXIT_USER_ERROR:
         raise UserError(f"{folder}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:
@@ -282,7 +281,7 @@ def _is_finished(code: int, folder: Path) -> bool:
 
 @contextmanager
 def _named(task: Task, config: Config) -> Iterator[str]:
-    """Yields a name by which `get_task` finds the object, if need be a temporary one in this process."""
+    """Yields a name by which `get_task` finds the object."""
     if isinstance(task, type) or not isinstance(task, Task):
         remedy = (
             "give an object with problems() and score(), or a task's name as the configuration's task.name"

@@ -1,4 +1,4 @@
-"""A moment on the monotonic clock that other processes can count seconds from."""
+"""A moment on the monotonic clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self
 
 @dataclass(frozen=True)
 class Moment:
-    """When something began; setting the time of day does not change the seconds since.
+    """When something began, in a form that other processes can count seconds from.
 
     reading: monotonic clock, shared by all processes of `machine`.
     told_after: seconds passed when the moment was sent to another process.
@@ -33,12 +33,11 @@ class Moment:
         return time.monotonic() - self.reading
 
     def told(self) -> Moment:
-        """A copy to send, elapsed seconds filled in."""
+        """Returns a copy to send, elapsed seconds filled in."""
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:
-        """The moment on this machine's clock. Another machine's moment counts on from `told_after`: the time
-        of transfer is lost."""
+        """Returns this moment on the clock here. Across machines the time of transfer is lost."""
         return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
 
 

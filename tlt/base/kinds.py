@@ -75,8 +75,7 @@ StopIds = tuple[NonNegativeInt, ...]
 
 
 def convert(value: object, kind: Any) -> Any:
-    """Accepts NumPy's and torch's values (`plain`); True and "1" are not numbers. Raises ValueError, "is
-    VALUE; REMEDY"."""
+    """Accepts NumPy's and torch's values; True and "1" are no numbers. ValueError says "is VALUE; REMEDY"."""
     from pydantic_core import ValidationError  # here, so that reward workers start without it
 
     try:
@@ -100,7 +99,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def plain(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays as Python's; collections as tuples."""
+    """Makes NumPy's and torch's numbers and arrays Python's, and collections tuples."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -129,7 +128,6 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def describe_mistakes(error: ValidationError) -> str:
-    """ "place: message" of every mistake, in one line."""
     mistakes = error.errors(include_url=False)
     return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'line'}: {one['msg']}" for one in mistakes)
 

@@ -61,19 +61,17 @@ class Loop:
 
 
 def record(dtype: Any, numbers: Mapping[str, float]) -> Any:
-    """A loop's record; a field without a number is zero. What its addresses point to must live until the loop
-    has run."""
+    """A field without a number is zero. What the record's addresses point to must outlive the loop."""
     return np.array([tuple(map(numbers.get, dtype.names, repeat(0)))], dtype)
 
 
 def address_of(array: Any) -> int:
-    """array: of NumPy."""
     address: int = array.ctypes.data
     return address
 
 
 def room_for(sizes: Mapping[str, int]) -> tuple[Tensor, dict[str, int]]:
-    """Memory for arrays of so many float32 numbers, and their addresses."""
+    """Returns float32 memory of the given sizes, and each array's address."""
     room = torch.empty(sum(sizes.values()))
     begins = accumulate(sizes.values(), initial=0)
     return room, {name: room.data_ptr() + 4 * begin for name, begin in zip(sizes, begins, strict=False)}
@@ -102,7 +100,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def compiled(function: Any) -> int:
-    """The address of a loop, a function of its record's address. Compiled at first use, and kept on disk."""
+    """Returns the address of a function of its record's address, compiled at first use and kept on disk."""
     with _alone(function):
         signature = types.void(types.int64)
         address = cfunc(signature, cache=True, error_model="numpy")(function).address
@@ -111,15 +109,15 @@ def compiled(function: Any) -> int:
 
 
 def _alone(function: Any) -> FileLock:
-    """Held while a function is compiled: other processes wait for it, and then load what was kept."""
+    """Another process that needs the function waits, and then loads what was kept."""
     folder = Path(FunctionCache(function).cache_path)  # type: ignore[no-untyped-call]
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / f"{function.__module__}.{function.__qualname__}.lock")
 
 
 class _Stamped:
-    """Where Numba keeps the loops of this package. Compiled anew when any file of loops changes:
-    Numba itself looks at a function's own file alone, and would run old code of what it calls."""
+    """Compiles every loop anew when any file of loops changes: Numba looks at a function's own file alone,
+    and would run old code of its callees."""
 
     @classmethod
     def from_function(cls, function: Any, path: str) -> Any:
@@ -149,8 +147,8 @@ CacheImpl._locator_classes = [
 
 
 def _one_at_a_time(function: Any) -> Any:
-    """A method of Numba's `IndexDataCacheFile`, for one process at a time. Numba itself chooses a file's
-    name, writes the index, and then the file: two processes that compile at once would choose the same."""
+    """Numba chooses a file's name before it writes the file: two processes that compile at once would choose
+    the same."""
 
     @wraps(function)
     def locked(self: Any, *arguments: Any) -> Any:
@@ -236,7 +234,7 @@ else:
 
 @njit(nogil=True, cache=True)
 def wait_for(address, number):  # type: ignore
-    """Until the int64 at an address is at least `number`."""
+    """Waits until the int64 at an address is at least `number`."""
     spins = 0
     while _read_atomically(address) < number:
         spins += 1
@@ -273,8 +271,7 @@ _LN2, _LOG2E = np.float32(math.log(2)), np.float32(1 / math.log(2))
 
 @njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def exp_of(x):  # type: ignore
-    """exp(x) for float32 x ≤ 0, within 2⁻²⁴, at least 2⁻¹²⁶: a power of two times a Taylor polynomial of
-    degree seven."""
+    """exp(x) for float32 x ≤ 0, within 2⁻²⁴, at least 2⁻¹²⁶: a power of two times a Taylor polynomial."""
     power = x * _LOG2E
     power = np.float32(-126) if power < np.float32(-126) else power
     whole = np.int32(power - np.float32(0.5))

@@ -1,4 +1,4 @@
-"""Reports of ranks about engine steps and idle time, and the records of a step.
+"""The records of a step, and the reports of ranks they are made from.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """

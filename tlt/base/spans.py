@@ -1,4 +1,4 @@
-"""Spans: stretches of a rank's time, by use."""
+"""Stretches of a rank's time, by use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class SpanName(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a rank's time, in seconds on its monotonic clock. strategy: as text; empty: no engine
-    step."""
+    """Seconds on the rank's monotonic clock. strategy: as text; empty: no engine step."""
 
     name: str
     start: float

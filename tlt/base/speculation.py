@@ -9,16 +9,12 @@ from tlt.base.strategy import Strategy
 
 @dataclass(frozen=True)
 class Off:
-    """Nothing is drafted."""
-
     def __str__(self) -> str:
         return "off"
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """A tuner chooses the strategy of every engine step."""
-
     def __str__(self) -> str:
         return "adaptive"
 

@@ -57,7 +57,7 @@ class Strategy:
 
     @property
     def without_reference(self) -> Strategy:
-        """The strategy for this step's sequences without a reference."""
+        """Returns the strategy of this step's sequences without a reference."""
         if not self.uses_references:
             return self
         kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)

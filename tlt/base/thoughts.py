@@ -1,6 +1,6 @@
 """The thoughts of reasoning models, `<think>…</think>` and the like, which are no part of an answer.
 
-This file runs in reward workers: it imports nothing.
+Reward workers run this file: it imports nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ TAGS = frozenset(OPENING_TAGS + CLOSING_TAGS)
 
 
 def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool = False) -> str:
-    """Returns the text after the last thought, the whole text without thoughts, "" if it ends within a
-    thought.
+    """Returns the text after the last thought; "" if the text ends within a thought.
 
     closing_tag: such as `</think>`; "": there are no thoughts; None: any of CLOSING_TAGS.
     in_thought: whether the prompt has opened a thought.
@@ -34,5 +33,5 @@ def after_thinking(text: str, closing_tag: str | None = None, in_thought: bool =
 
 
 def ends_in_thought(text: str) -> bool:
-    """Chat templates of reasoning models end a prompt so."""
+    """Whether a prompt opens a thought, as chat templates of reasoning models do."""
     return any(text.rfind(opening_tag(tag)) > text.rfind(tag) for tag in CLOSING_TAGS)

@@ -80,7 +80,6 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p can remove a token."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -118,7 +117,7 @@ def read_routes(text: str | None) -> bytes | None:
 
 @dataclass(frozen=True)
 class Turns:
-    """The part of an environment in a response of several turns.
+    """An environment's part in a response.
 
     given: stretches [first, end) of the response's tokens that the environment said, in order; the policy
         drew the others.
@@ -156,10 +155,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one response: sample `sample_index` of a problem, with everything its tokens depend on.
+    """A request for sample `sample_index` of a problem, with everything its tokens depend on.
 
-    token_ids, logprobs, drafts: the response so far, if another engine with the same policy began it. It
-        goes on as it would have there: its tokens depend on the other fields alone.
+    token_ids, logprobs, drafts: the response so far, if another engine with the same policy began it. It goes
+        on as it would have there.
     routes: with which they were drawn, as in `Rollout`, the prompt's first on; None: not recorded.
     turns: None: a response of one turn.
     """
@@ -179,8 +178,7 @@ class Request:
     @cached_property
     def noise_key(self) -> NoiseKey:
         """128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id, sample
-        index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. NumPy's numbers
-        and strings count as the equal Python values."""
+        index). Keys collide only if BLAKE2b does. NumPy's values count as the equal Python values."""
         numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
         fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
@@ -211,8 +209,8 @@ class Rollout:
 
     @cached_property
     def drawn(self) -> Sequence[int]:
-        """Places of the policy's own tokens in `token_ids`: what it learns from, and all that counts as its
-        length."""
+        """Places of the policy's own tokens in `token_ids`: it learns from these, and its length counts
+        these."""
         places = range(len(self.token_ids))
         given = () if self.turns is None else self.turns.given
         if not given:
@@ -226,7 +224,7 @@ class Rollout:
 
 
 def num_drawn(response: Request | Rollout) -> int:
-    """Tokens of the policy's own."""
+    """Counts the policy's own tokens."""
     given = () if response.turns is None else response.turns.given
     return len(response.token_ids) - sum(end - first for first, end in given)
 
@@ -256,7 +254,7 @@ class Response:
 
     @staticmethod
     def of(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> Response:
-        """Returns the response of a rollout. decode: token ids → text; None: the model has no tokenizer."""
+        """decode: token ids → text; None: the model has no tokenizer."""
         return Response(
             rollout.problem_id,
             rollout.sample_index,
@@ -283,16 +281,14 @@ class Finished:
 class DraftTree:
     """Drafted tokens of B sequences as trees of one common shape bound.
 
-    The root has depth 0, the d-th drafted token on a path has depth d. Drafting level l, counted from 0,
-    makes the nodes of depth l + 1.
+    The root has depth 0; drafting level l, counted from 0, makes the nodes of depth l + 1.
 
     tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
-    parents_BN: int64. Column of each node's parent, smaller than the node's own; column 0 holds -1.
-        Padding (in a sequence with fewer nodes) has parent -1 and is never visited. Siblings carry
-        distinct tokens.
+    parents_BN: int64. Column of each node's parent, smaller than the node's own; column 0 holds -1. Padding
+        (in a sequence with fewer nodes) has parent -1 and is never visited. Siblings carry distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
-    lengths: nodes of each row, the root included, if all padding follows them; None: padding is known by
-        its parents alone.
+    lengths: nodes of each row, the root included, if all padding follows them; None: padding is known by its
+        parents alone.
     """
 
     tokens_BN: Tensor
@@ -306,7 +302,7 @@ class DraftTree:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Columns of each row that the target reads, padding between nodes included."""
+        """Counts the columns that the target reads, padding between nodes included."""
         return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
 
 
@@ -343,7 +339,7 @@ class Problem:
 class Reward:
     """The score of one response.
 
-    error: why there is no score (time-out, exception), `value` being meaningless; empty: scored.
+    error: why `value` means nothing (time-out, exception); empty: scored.
     parts: reward function → value before its weight, for functions that apply; empty: the task alone scores.
     metrics: figures logged by reward functions.
     task: the problem's column `task`, by which means are taken; empty: none.
@@ -362,7 +358,7 @@ class Reward:
 
 
 def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Sorts both into canonical order, by (problem id, sample index)."""
+    """Sorts both by (problem id, sample index)."""
     pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: id_of(pair[0]))
     return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 

@@ -1,6 +1,6 @@
 """The bets: distributions q_t, functions of the prefix alone, staked against the target's p_t.
 
-K bets · S tokens judged per step (the engine's, then one per reference fault)
+K bets · S tokens judged per step (verdict.py)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BETS = (
 
 
 class OnlineNgrams:
-    """P(token | up to three tokens before it), learned from the tokens judged so far. Each order is smoothed
-    by the next lower order, the lowest by the uniform distribution."""
+    """P(token | up to three tokens before it), learned from the tokens judged so far. The next lower order
+    smooths each, the uniform distribution the lowest."""
 
     ORDERS = 3
     STRENGTH = 2.0

@@ -1,4 +1,4 @@
-"""Estimates with intervals, and the number of tokens for a verdict: pure functions."""
+"""Estimates with intervals, and the number of tokens for a verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POWER_MAX_TOKENS = 5_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """The interval holds the truth with probability 1 − alpha, the verdict's."""
+    """The interval holds the truth with the verdict's probability 1 − alpha."""
 
     value: float
     low: float
@@ -47,8 +47,6 @@ def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
 
 
 def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
-    """The best share's log-likelihood gain, and its likelihood-ratio interval."""
-
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
 

@@ -17,8 +17,7 @@ _CHUNK_LOGITS = 2**24
 
 
 class Referee:
-    """Runs the target with transformers, by one plain causal forward. Raises UserError if it cannot load the
-    model."""
+    """Runs the target with transformers. Raises UserError if it cannot load the model."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -56,8 +55,8 @@ class Referee:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """The logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB, on the
-        CPU."""
+        """Yields the logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB, on
+        the CPU."""
         ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]], device=self.model.device)
         first, cache = len(prompt_ids) - 1, None
         step = max(_CHUNK_LOGITS // self.vocab_size, 16)

@@ -5,8 +5,8 @@
     prefilled     the response, or its first half, read as a prompt
     trainer       the update's forward pass
 
-It needs no reference. Where the batch varies alone the field says batch invariance, and of the last way
-trainer–engine mismatch.
+The field's names: batch invariance, where the batch alone varies, and trainer–engine mismatch for the last
+way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ Answer = Callable[[Sequence[Request]], Sequence[Rollout]]
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a response; responses are counted from 0."""
-
     response: int
     problem_id: str
     token: int
@@ -106,8 +104,7 @@ def in_batches(answer: Answer, requests: Sequence[Request], size: int) -> list[R
 
 
 def half_prefilled(answer: Answer, requests: Sequence[Request], alone: Sequence[Rollout]) -> list[Rollout]:
-    """Continues each response after its first half, one at a time; log-probabilities are of the second
-    half."""
+    """Continues each response after its first half; log-probabilities are of the second half."""
     known = {id_of(one): one for one in alone}
     return [_second_half(answer, request, known[id_of(request)]) for request in requests]
 

@@ -1,5 +1,3 @@
-"""The findings of an audit on one engine in one mode."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -89,7 +87,7 @@ class AuditReport:
 
     @property
     def tokens_needed(self) -> int | None:
-        """Tokens that find every reference fault."""
+        """Tokens that find every reference fault; None: no such number is known."""
         needed = [tokens for tokens in self.tokens_for_power.values() if tokens is not None]
         return max(needed, default=0) if len(needed) == len(self.tokens_for_power) else None
 
@@ -99,14 +97,13 @@ class AuditReport:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether an interval excludes a lossless engine's value."""
         has_other_source = self.elsewhere is not None and self.elsewhere.low > 0
         is_surprising = self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high
         return has_other_source or is_surprising
 
     @property
     def has_no_evidence(self) -> bool:
-        """Nothing speaks against the engine, but the tokens are too few to call it lossless."""
+        """Whether nothing speaks against the engine, but the tokens are too few to call it lossless."""
         return not (self.is_convicted or self.is_doubtful or self.has_enough_tokens or self.num_missing)
 
     @property

@@ -11,7 +11,7 @@ from tlt.training.saved.response_reader import response_ids
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> tuple[Rollout, ...]:
-    """Other engines' responses: `finish_reason` and `logprobs` are optional."""
+    """`finish_reason` and `logprobs` are optional."""
     rollouts = []
     for index, (place, record) in enumerate(read_jsonl(path, "FILE")):
         prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)

@@ -1,6 +1,6 @@
 """Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids.
 
-    answer        token ids of the model ─▶ a response     anything else ─▶ UserError
+    answer        token ids of the model ─▶ a response     else ─▶ UserError
     busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
 
 Ids come in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2). Text is never used: encoding it again need
@@ -51,7 +51,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answers:
-    """The responses, in the order of the requests."""
+    """The responses in the order of the requests."""
 
     rollouts: tuple[Rollout, ...]
     num_missing: int = 0
@@ -140,7 +140,7 @@ def _complete_one(server: Endpoint, request: Request, gives_up: threading.Event)
 
 
 def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
-    """The sampled ids of a choice; None: there are none. Raises UserError for non-integers."""
+    """Returns the sampled ids of a choice, or None. Raises UserError for non-integers."""
     if (ids := choice.get("token_ids")) is None:
         return None
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -149,8 +149,8 @@ def read_token_ids(choice: dict[str, Any], url: str) -> list[int] | None:
 
 
 def read_again(server: Endpoint, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the responses with their log-probabilities as tokens of a prompt (`echo`), one at a time.
-    Raises UserError where the server does not give them."""
+    """Returns the responses with their log-probabilities as tokens of a prompt (`echo`). Raises UserError
+    where the server does not give them."""
     found = []
     for rollout in rollouts:
         ids = [*rollout.prompt_ids, *rollout.token_ids]
@@ -162,7 +162,7 @@ def read_again(server: Endpoint, rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[float, ...]:
-    """Floats exactly as they are printed. Raises UserError where there are none at these places."""
+    """Raises UserError where there are none at these places."""
     logprobs = choice.get("logprobs")
     found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     values = found[places.start : places.stop] if isinstance(found, list) else []
@@ -177,7 +177,7 @@ def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[floa
 def _ask(
     server: Endpoint, request: Request, max_tokens: int, gives_up: threading.Event | None
 ) -> dict[str, Any]:
-    """Leaves out options that are off: not every server knows them."""
+    """Not every server knows options that are off: they are left out."""
     params = request.params
     optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
     payload = {
@@ -205,8 +205,8 @@ def _choice(server: Endpoint, payload: dict[str, Any], gives_up: threading.Event
 
 
 def _post_patiently(server: Endpoint, payload: dict[str, Any], gives_up: threading.Event | None) -> Any:
-    """Raises Unavailable after the last try, or once another request has given the server up. gives_up: None:
-    first contact, where a connection error means a wrong address."""
+    """gives_up: another request has given the server up; None: first contact, where a connection error is a
+    wrong address."""
     pause = gives_up or threading.Event()
     last = Unavailable(f"--url: {server.url} was not asked")
     for wait in (*_WAITS, 0.0):

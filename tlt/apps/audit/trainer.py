@@ -1,5 +1,3 @@
-"""The log-probabilities of responses by the update's forward pass, several packed into one."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,8 +26,9 @@ def trained_logprobs(
     temperature: float,
     rows: EqualRows | None = None,
 ) -> list[Rollout]:
-    """Returns the rollouts with the trainer's log-probabilities, or those of `rows`. The policy is in the
-    engine's dtype: what is compared is the arithmetic, not the weights' rounding."""
+    """Returns the rollouts with log-probabilities of the update's forward pass, several packed into one, or
+    of `rows`. The policy is in the engine's dtype: what is compared is the arithmetic, not the weights'
+    rounding."""
     with torch.device("meta"):
         policy = new_transformer(model.config, dtype)
     policy = build_policy(policy, model, device)

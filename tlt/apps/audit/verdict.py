@@ -2,17 +2,15 @@
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The test is a betting game (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions
-q_t, functions of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every
-token is drawn from p_t, no bet gains on average. The mean e_t of the K wealths starts at 1 and obeys, for
-all t at once,
+The test is a betting game (Shafer 2021; Ville 1939). Each of K bets q_t, a function of the prefix alone, has
+its wealth multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no bet gains on average. The
+mean e_t of the K wealths starts at 1 and obeys, for all t at once,
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
-So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after any number of tokens. An engine
-in finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected
-factor is at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t). Dividing each factor by this bound covers such
-engines.
+So e ≥ 1 / alpha convicts with false-positive rate alpha, after any number of tokens. An engine in finite
+precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected factor is at
+most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), by which each factor is divided.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -47,8 +45,7 @@ _NUM_OFFENDERS = 10
 
 
 class Auditor:
-    """Judges responses one after another. Their order must not depend on their tokens: give all of them, in
-    the order of the requests.
+    """Give it all responses in the order of the requests: the order must not depend on their tokens.
 
     tolerance: nats by which an engine's rounding may move a log-probability.
     limit: token limit of a response; None: the length of the longest response that did not stop.
@@ -177,7 +174,6 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """Draws the tokens of engines with each reference fault at the same prefixes, [T]."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -189,7 +185,7 @@ class Auditor:
     def _sources(
         self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor
     ) -> Tensor:
-        """r(y) under each of SOURCES, [R, S, T]."""
+        """Returns r(y) under each of SOURCES, [R, S, T]."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]

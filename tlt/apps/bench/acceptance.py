@@ -1,5 +1,3 @@
-"""Measures the acceptance of a drafter's chains, position by position."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,8 +26,8 @@ class ChainAcceptance:
 def measure_chains(
     model: Model, drafter: StoredDrafter, depth: int, settings: EngineSettings, requests: Sequence[Request]
 ) -> ChainAcceptance:
-    """Of chains of `depth` guesses. Raises UserError where prompts and responses are too short for any
-    guess."""
+    """Measures the acceptance of chains of `depth` guesses by position. Raises UserError where prompts and
+    responses are too short for any guess."""
     tuner = Fixed(Strategy("learned", depth, 1, depth))
     engine = build_engine(model.config, model.tensors, settings, tuner=tuner)
     learned = build_learned(engine, drafter, settings)

@@ -28,7 +28,7 @@ OFF, ADAPTIVE = "off", "adaptive"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure. prompts: (problem id, token ids)."""
+    """prompts: (problem id, token ids)."""
 
     model: ModelFolder
     drafter: StoredDrafter | None
@@ -67,7 +67,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Turn:
-    """One engine's rollout, tokens in canonical order."""
+    """Tokens are in canonical order."""
 
     seconds: float
     token_ids: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ def measure(
     num_rounds: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Measured:
-    """engines: OFF and ADAPTIVE. say: takes a line for each round."""
+    """engines: OFF and ADAPTIVE."""
     turns: dict[str, list[Turn]] = {OFF: [], ADAPTIVE: []}
     for index in range(num_rounds + 1):
         asked = requests(index)

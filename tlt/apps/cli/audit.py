@@ -1,4 +1,4 @@
-"""`tlt audit engine`, `server` and `responses`: whose tokens are judged. apps/audit/ judges."""
+"""`tlt audit engine`, `server` and `responses`; apps/audit/ judges."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _running(
 
 
 def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> Iterator[Relation]:
-    """The first mode's responses, one at a time, are what all others are compared with."""
+    """All others are compared with the first mode's responses, one at a time."""
     from tlt.apps.audit.trainer import trained_logprobs
     from tlt.engine.build.model import Model
     from tlt.engine.equal_rows import EqualRows

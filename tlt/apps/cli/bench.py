@@ -1,4 +1,4 @@
-"""`tlt bench`; apps/bench/speculation.py measures."""
+"""`tlt bench`."""
 
 from __future__ import annotations
 

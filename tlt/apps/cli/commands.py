@@ -1,4 +1,4 @@
-"""All commands by name, and the overview that lists them."""
+"""All commands by name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Command:
         return self.summarize is not None
 
     def split_json(self, words: Sequence[str]) -> tuple[list[str], bool]:
-        """The words without --json, and whether it was among them."""
         others = [word for word in words if word != "--json" or not self.has_record]
         return others, len(others) < len(words)
 
@@ -107,7 +106,7 @@ def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(family: str = "") -> str:
-    """The help of `tlt`, or of a family such as `tlt drafter`."""
+    """Returns the help of `tlt`, or of a family such as `tlt drafter`."""
     prefix = f"{family} " if family else ""
     listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, listed))

@@ -29,9 +29,7 @@ class Completion(Options):
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow an option, or stand alone.
-
-    words: empty: any text.
+    """words: what may follow an option; empty: any text.
     has_value: False: the option is a switch.
     """
 
@@ -44,7 +42,7 @@ SWITCH = Words(has_value=False)
 
 
 def typed(kind: type[Options], has_record: bool) -> tuple[dict[str, Words], Words]:
-    """Returns a command's options, and what stands alone in it."""
+    """Returns a command's options, and what may stand alone."""
     options = {"--help": SWITCH, **({"--json": SWITCH} if has_record else {})}
     alone = Words()
     for name, field in options_of(kind).items():
@@ -83,7 +81,7 @@ def _choices(kind: Any) -> Iterator[str]:
 
 
 def script(shell: Literal["bash", "zsh"], commands: Mapping[str, tuple[type[Options], bool]]) -> str:
-    """commands: with whether they take --json."""
+    """commands: option types, and whether `--json` is one."""
     return _offer(commands) + (_ZSH if shell == "zsh" else _BASH)
 
 

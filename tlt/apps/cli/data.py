@@ -1,5 +1,3 @@
-"""Shared options of commands that read prompts or problems."""
-
 from __future__ import annotations
 
 import datetime
@@ -64,7 +62,6 @@ class PromptOptions(DataOptions):
         window: int,
         environment: EnvironmentSection = NO_ENVIRONMENT,
     ) -> list[EncodedPrompt]:
-        """Prompts as the environment shows them, with the rows as they were given."""
         from tlt.models.hf.prompts import describe_prompts, describe_template, encode_prompts
 
         chat = self.chat_format(environment)

@@ -1,4 +1,4 @@
-"""`tlt doctor`; base/io/machine.py judges."""
+"""`tlt doctor`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(options: Doctor) -> Ended:
 
 
 def _limits() -> tuple[int, int]:
-    """(cores, bytes of memory)"""
+    """Returns cores and bytes of memory."""
     try:
         from tlt.engine.memory import machine_bytes
         from tlt.training.build.ranks import num_cores

@@ -1,8 +1,4 @@
-"""`tlt drafter train` and `export`.
-
-responses ──train──▶ drafter/ ──export──▶ a folder that vLLM or SGLang serves
-                             └──eval (drafter_eval.py)
-"""
+"""`tlt drafter train` and `export`."""
 
 from __future__ import annotations
 
@@ -248,7 +244,6 @@ def _answer(options: DrafterTrain, target: Target, requests: Sequence[Request]) 
 
 
 def export(options: DrafterExport) -> Record:
-    """Warns of weights that do not match (drafter/formats/export.py)."""
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():

@@ -1,4 +1,4 @@
-"""`tlt drafter eval`; apps/bench/acceptance.py measures."""
+"""`tlt drafter eval`."""
 
 from __future__ import annotations
 

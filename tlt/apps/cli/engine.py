@@ -72,7 +72,7 @@ class EngineOptions(VllmSection, DeviceOptions, DecoderSection, EngineSection, O
     the speed alone. For TLT's own engine."""
 
     def check_engine(self, speculation: Speculation, has_references: bool = False) -> None:
-        """Raises UserError for an engine that could not be built, before anything is loaded."""
+        """Raises UserError for an engine that could not be built."""
         from tlt.drafter.drafting.hybrid import drafter_kinds
         from tlt.drafter.drafting.reference_drafter import reference_kinds
         from tlt.speculation.tuner.tuner import make_tuner
@@ -117,7 +117,7 @@ def longest(requests: Sequence[Request]) -> int:
 def generate_in_order(
     engine: RolloutBackend, requests: Sequence[Request], responses: Iterable[Rollout] | None = None
 ) -> list[Rollout]:
-    """responses: to the requests, as they end; None: the engine's own, of one turn."""
+    """responses: as they end; None: the engine's own, of one turn."""
     answered: dict[ResponseId, Rollout] = {}
     begin = time.monotonic()
 
@@ -150,7 +150,7 @@ class Progress:
 
 @contextlib.contextmanager
 def show_busy(what: str = "loading") -> Iterator[None]:
-    """Shows slow work, such as importing torch, on a terminal only."""
+    """Shows nothing off a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,5 +1,3 @@
-"""The help of a command."""
-
 from __future__ import annotations
 
 import inspect
@@ -57,7 +55,7 @@ def usage(command: str, kind: type[Options]) -> str:
 def option_groups(
     kind: type[Options], lists_keys: bool = False, has_record: bool = False
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each group's title and options, heading → text with default."""
+    """Yields each group's title, and its options by heading."""
     for title, fields in _groups(kind, lists_keys):
         entries = {_heading(name, field): _explained(field) for name, field in fields.items()}
         yield (
@@ -113,7 +111,6 @@ def _metavar(kind: Any) -> str:
 
 
 def _explained(field: FieldInfo) -> str:
-    """None is written `none`, as a user types it. Switches show no default."""
     text = (field.description or "").replace("None:", "none:")
     if field.is_required():
         return f"{text} (required)"

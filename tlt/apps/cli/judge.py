@@ -1,5 +1,4 @@
-"""The verdict of `tlt audit`: its options, the judge, what is printed and the exit code. audit.py knows whose
-tokens are judged."""
+"""The verdict of `tlt audit`: its options, what is printed and the exit code."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class VerdictOptions(LawSection, Options):
 
 @dataclass(frozen=True)
 class Judge:
-    """referee: None: nothing is judged by the law."""
+    """referee: None where nothing is judged by the law."""
 
     options: VerdictOptions
     tokenizer: Tokenizer | None
@@ -100,7 +99,7 @@ class Judge:
         return Judge(options, tokenizer, params, *sizes, referee)
 
     def judge(self, mode: str, answers: Answers, limit: int | None = None, seed: int = 0) -> AuditReport:
-        """limit: tokens of the longest response that was asked for; None: unknown."""
+        """limit: token limit of the responses; None: unknown."""
         from tlt.apps.audit.verdict import Auditor
 
         assert self.referee is not None

@@ -1,8 +1,8 @@
-"""The command line: finds the command, runs it, and prints its summary (summary.py) or its error.
+"""The command line.
 
 Exit codes: 2 for a user's mistake, one line on stderr, `tlt: error: place: value; remedy`; 130 for Ctrl-C;
-141 where the reader of stdout has gone; 1, with a traceback, for our own faults, or 70 where 1 is a
-verdict of the command. `main` imports everything, so that Ctrl-C during an import is handled, too.
+141 where the reader of stdout has gone; 1, with a traceback, for our own faults, or 70 where 1 is a verdict
+of the command. `main` imports everything, so that Ctrl-C during an import is handled, too.
 """
 
 from __future__ import annotations

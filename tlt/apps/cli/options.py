@@ -34,7 +34,6 @@ class Written:
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
-        """None: `--name VALUE`, with a metavar by its type."""
         return next((hint for hint in reversed(field.metadata) if isinstance(hint, Written)), None)
 
 
@@ -80,15 +79,13 @@ Names = Annotated[tuple[str, ...], *LISTED, Written("NAME,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options."""
-
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, defer_build=True
     )
 
 
 class WithOverrides(Options):
-    """Also takes `--section.key value` for every key of the configuration."""
+    """Also takes `--section.key value`."""
 
     overrides: tuple[str, ...] = ()
 
@@ -107,7 +104,7 @@ def options_of(kind: type[Options]) -> dict[str, FieldInfo]:
 
 
 def split_rest(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
-    """The words before `--`, and after it; None: there is no `--`."""
+    """Returns the words before and after `--`; None: there is no `--`."""
     at = list(words).index("--") if "--" in words else None
     return list(words[:at]), None if at is None else tuple(words[at + 1 :])
 

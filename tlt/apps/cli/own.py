@@ -1,4 +1,4 @@
-"""`tlt init own`; apps/run/own.py chooses the keys."""
+"""`tlt init own`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ def print_choices(choices: Iterable[Choice]) -> None:
 
 
 def to_toml(own: OwnRun) -> str:
-    """Writes the reason beside every key."""
     about = _BEGINNING | {choice.key: choice.why for choice in own.choices.chosen}
     given = {key: value for key, value in own.given.items() if key not in _BEGINNING}
     values = _beginning(own.config) | own.choices.values | given
@@ -166,7 +165,7 @@ _ANSWERS_OF_VERL = 'answers = [model["ground_truth"] for model in reward_model]'
 
 
 def _write_reward(folder: Path, own: OwnRun, writes_function: bool) -> None:
-    """Writes the test always, the function unless it is the user's."""
+    """The test is always written, the function unless it is the user's."""
     in_verl = all("reward_model" in row and "answer" not in row for row in own.rows)
     has_answer = in_verl or all("answer" in row for row in own.rows)
     if writes_function:

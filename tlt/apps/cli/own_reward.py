@@ -1,4 +1,4 @@
-"""The reward files of `tlt init own`: the function, and its test on rows of the data."""
+"""The reward function and its test that `tlt init own` writes."""
 
 EXACT = '''"""The reward of a response: 1.0 where its final answer is right. Change it as you like.
 

@@ -1,4 +1,4 @@
-"""`tlt plan memory`; apps/plan/ computes."""
+"""`tlt plan memory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tlt report`; apps/page/ makes the page."""
+"""`tlt report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tlt serve`: becomes `vllm serve` with law, drafter, tuner and names set.
+"""`tlt serve`.
 
 RUN ─▶ policy, drafter, exported where need be ─┬▶ vLLM's words ─▶ printed, or this process becomes them
 MODEL, --drafter ───────────────────────────────┘
@@ -65,7 +65,6 @@ class Source:
 
 
 def run(options: Serve) -> int:
-    """Prints the command, or becomes it (exec)."""
     from tlt.engine.vllm.server import (
         ELSEWHERE,
         command,

@@ -45,7 +45,7 @@ Summarize = Callable[[Record], Summary]
 
 @contextlib.contextmanager
 def json_alone(is_wanted: bool) -> Iterator[None]:
-    """Sends the block's output, also of child processes, to stderr: stdout is for JSON alone."""
+    """Sends the block's output, also of child processes, to stderr."""
     if not is_wanted:
         yield
         return
@@ -112,7 +112,7 @@ def _to_table(items: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
-    """unit: the enclosing mapping's name, for keys without a unit."""
+    """unit: the enclosing mapping's name."""
     for name, value in rows.items():
         if isinstance(value, Mapping):
             yield f"{indent}{label_of(name)}", "" if value else "none"
@@ -133,7 +133,7 @@ def label_of(name: str) -> str:
 
 
 def written(name: str, value: Any) -> str:
-    """Three significant digits, with the unit that the name says."""
+    """Writes three significant digits, with the unit that the name says."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NO_VALUE
     if isinstance(value, bool):

@@ -172,7 +172,7 @@ class _Answer:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """Responses scored together. A run's kept responses may be of several steps."""
+        """What is scored together. Responses kept by a run may be of several steps."""
         return self.problem_id, str(self.row.get("purpose")), str(self.row.get("policy_version"))
 
 
@@ -195,7 +195,6 @@ def _answer(options: Score, problems: Mapping[str, Record], place: str, row: Rec
 
 
 def _turns(place: str, row: Record) -> Turns | None:
-    """Of a response with an environment, of which the last turn is scored."""
     given = row.get("turns")
     try:
         if given is not None and not isinstance(given["last_turn"], str):

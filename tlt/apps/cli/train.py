@@ -1,4 +1,4 @@
-"""`tlt train`: finds a run's configuration, new or resumed; apps/run/start.py starts its ranks."""
+"""`tlt train`; apps/run/start.py starts the ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Train(WithOverrides):
 
 
 def run(options: Train) -> int:
-    """Where a launcher has started this process as a rank, rank 0 checks for all."""
     with forgiving_output():
         return _run(options, Moment.now())
 
@@ -60,7 +59,6 @@ def _run(options: Train, began: Moment) -> int:
         from tlt.training.saved.run_identity import read_begun
 
     def resolve(goes_on: bool) -> Config:
-        """goes_on: see `resolve_config`."""
         config = resolve_config(options.config, overrides, options.resume, place, goes_on)
         back_to = options.resume if is_checkpoint(options.resume) and not goes_on else None
         is_new = options.resume is None and not goes_on
@@ -80,7 +78,7 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def _refuse_mistakes(options: Train, overrides: Sequence[str]) -> None:
-    """Before torch is imported."""
+    """Runs before torch is imported."""
     if options.config is not None or isinstance(options.resume, Path):
         resolve_config(options.config, overrides, options.resume)
     elif options.resume is None:
@@ -96,8 +94,8 @@ def _refuse_unconfigured(overrides: Sequence[str]) -> None:
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
-    """Seconds that a rank waits for the others at the start. Only rank 0 needs the configuration: on a
-    machine without it, run.timeout_seconds has its default."""
+    """Seconds that a rank waits for the others at the start. Without the configuration, which only rank 0
+    needs, run.timeout_seconds has its default."""
     resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
     try:
         return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
@@ -112,8 +110,7 @@ def resolve_config(
     place: Place | None = None,
     goes_on: bool = False,
 ) -> Config:
-    """Returns the configuration of a new run, or with `resume` of the run in a folder. Raises UserError for a
-    new run in another run's folder.
+    """Raises UserError for a new run in another run's folder.
 
     place: None: no launcher.
     goes_on: whether this command began the run, in an earlier attempt.
@@ -166,7 +163,7 @@ def continued_config(
 
 
 def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
-    """is_asked: the user has given a number, which must be the launcher's."""
+    """is_asked: the user has given a number."""
     if place is None:
         return config
     if is_asked and config.run.num_ranks != "auto":
@@ -177,7 +174,7 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
 
 
 def _keep_resolved(before: Config, now: Config) -> Config:
-    """Keeps the recorded dtype of "auto", and recorded commits of repositories that are still named."""
+    """Keeps what "auto" resolved to, and commits of repositories that are still named."""
     values = now.model_dump()
     if now.run.dtype == "auto":
         values["run"]["dtype"] = before.run.dtype

@@ -61,8 +61,8 @@ class _Attached:
 
 @dataclass(frozen=True)
 class TLTRollout(LiveSettings):
-    """A rollout function for TRL's GRPOTrainer. Its settings are those of LiveSettings; temperature, lengths
-    and the like are the trainer's (GRPOConfig).
+    """A rollout function for TRL's GRPOTrainer. Temperature, lengths and the like are the trainer's
+    (GRPOConfig).
 
     A response's key is (args.seed, training or evaluation, global step, prompt, its earlier occurrences in
     the step). So a resumed run draws the tokens of an uninterrupted run, with any drafter.
@@ -75,7 +75,7 @@ class TLTRollout(LiveSettings):
         check_version()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL calls it on every process, for a completion of each of the process's prompts."""
+        """TRL calls it on every process, with a prompt for each of the process's completions."""
         rollouts, turns = self._attached.rollouts_of(trainer, self), self._attached.turns
         check_prompts(prompts, trainer)
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
@@ -118,7 +118,7 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 
 
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
-    """Takes the drafter of the checkpoint that the trainer resumes from, if any."""
+    """Takes the drafter of the checkpoint that the trainer resumes from."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
     if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
         return settings
@@ -146,8 +146,8 @@ def check_trainer(trainer: Any) -> None:
 
 
 def sampling_params(trainer: Any) -> SamplingParams:
-    """Reads the trainer's arguments, overridden by generation_kwargs. Raises UserError for settings under
-    which transformers would sample by another law."""
+    """generation_kwargs go before the trainer's arguments. Raises UserError where transformers would sample
+    by another law."""
     args = trainer.args
     given = {name: getattr(args, name) for name in (*LAW, "repetition_penalty")}
     given |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}

@@ -5,8 +5,7 @@
                 ── _tool_call_loop, in which TRL would play the others ──▶ tells what was played
                 ◀── tokens, mask, messages ──────────────────────────────┘
 
-Calls run as in TRL: synchronous ones in the trainer's own thread, asynchronous ones in its event loop, while
-other responses are generated.
+As in TRL, synchronous calls run in the trainer's thread, asynchronous ones in its event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 class TRLTurns(Conversations):
-    """trainer: with tools, or with environments that have some."""
+    """The trainer has tools, or environments that have some."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -52,7 +51,7 @@ class TRLTurns(Conversations):
         )
 
     def note(self, played: Sequence[Rollout]) -> list[int]:
-        """Keeps this process's responses until TRL asks for them. Returns their first turns' lengths."""
+        """Keeps the responses until TRL asks for them. Returns their first turns' lengths."""
         self._played = [*played]
         self.instances.take_back([_state_of(rollout) for rollout in played])
         return [_ends_of_turns(rollout)[0] for rollout in played]
@@ -98,7 +97,7 @@ class TRLTurns(Conversations):
             super()._advance(talk)
 
     def _is_answered(self, talk: Talk) -> bool:
-        """TRL makes the calls of a turn that was cut off, too, although nobody reads what they return."""
+        """TRL makes the calls of a turn that was cut off, too."""
         return bool(talk.calls)
 
     def _message(self, talk: Talk, text: str) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def _state_of(rollout: Rollout) -> str:
 
 @dataclass(frozen=True)
 class Writer:
-    """before: the tokens that precede the turn. tools: by name."""
+    """before: the tokens that precede the turn."""
 
     trainer: Any
     before: list[int]
@@ -144,7 +143,7 @@ class Writer:
 
 
 def _waits(tool: Callable[..., Any] | None, call: Any) -> bool:
-    """Whether TRL awaits it. What raises when it is called is answered in its place."""
+    """Whether TRL awaits the tool's result."""
     if tool is None or not inspect.iscoroutinefunction(tool) or call.get("type") != "function":
         return False
     try:
@@ -162,8 +161,8 @@ def name_of(call: Mapping[str, Any]) -> str:
 class Instances:
     """The trainer's environments as states of responses.
 
-    In one process they stay where they are, and a state is a place in `trainer.environments`. In several a
-    response may go on in any, so a state is the pickled environment.
+    In one process a state is a place in `trainer.environments`. With several processes a response may go on
+    in any of them, so a state is the pickled environment.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -171,7 +170,7 @@ class Instances:
         self.travel = trainer.accelerator.num_processes > 1
 
     def states(self) -> list[str]:
-        """Of the batch that the trainer has reset; empty: without environments."""
+        """Returns the states of the batch that the trainer has reset."""
         environments = self.trainer.environments or []
         return [self.write(str(place), instance) for place, instance in enumerate(environments)]
 
@@ -181,7 +180,7 @@ class Instances:
         return load(state) if self.travel else self.trainer.environments[int(state)]
 
     def write(self, state: str, instance: Any) -> str:
-        """Raises UserError for an environment that cannot be pickled but would have to be."""
+        """Raises UserError for an environment that has to be pickled and cannot be."""
         return dump(instance) if self.travel else state
 
     def take_back(self, states: Sequence[str]) -> None:
@@ -226,7 +225,7 @@ class Calls:
         self._pending: dict[ResponseId, _Question] = {}
 
     def ask(self, key: ResponseId, ask: Ask) -> None:
-        """A synchronous call is made here and now."""
+        """Makes a synchronous call here and now."""
         instance, start = self.instances.read(ask.state), time.monotonic()
         question = self._pending[key] = _Question(key, ask, instance, start)
 
@@ -243,7 +242,7 @@ class Calls:
             return
 
         def end_awaited(future: Future[Any]) -> None:
-            """Runs nothing of the user's: what raises here is lost, and the run would wait for ever."""
+            """Runs no code of the user's: an error here is lost, and the run would wait for ever."""
             result = _gathered(future)
             end(result, isinstance(result, Exception))
 
@@ -278,7 +277,6 @@ class Calls:
             told.append(Told(key, Answer(str(content), state, is_error=done.is_error), done.seconds))
 
     def abandon(self) -> None:
-        """Asynchronous calls go on, unheard."""
         self._pending.clear()
         self.contents.clear()
 
@@ -295,7 +293,7 @@ class Calls:
 
 
 def _gathered(ended: Future[Any]) -> Any:
-    """As asyncio.gather(return_exceptions=True): a cancelled one, too, has an exception as its result."""
+    """As asyncio.gather(return_exceptions=True), also for a cancelled call."""
     if ended.cancelled():
         return asyncio.CancelledError()
     error = ended.exception()

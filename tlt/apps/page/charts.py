@@ -1,4 +1,4 @@
-"""Draws charts (shapes.py) with Bokeh, for screen and print, in Okabe and Ito's color-blind-safe colors."""
+"""Draws charts (shapes.py) with Bokeh, in Okabe and Ito's color-blind-safe colors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _LINE_TOOLS = "pan,box_zoom,reset,save"
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """models: the glyphs it hides."""
+    """models: the glyphs that it hides."""
 
     label: str
     models: list[str]
@@ -69,7 +69,7 @@ class LegendEntry:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart as Bokeh's JSON, which the page draws once it scrolls into view.
+    """A chart as Bokeh's JSON.
 
     together: charts with the same name pan and zoom together; empty: alone.
     """
@@ -118,7 +118,7 @@ def _lines(chart: Chart) -> list[Line]:
 
 
 def _extent(chart: Chart) -> Range1d:
-    """The range of y: below 0 only if values are, and around a single value, too."""
+    """Returns the range of y: below 0 only if values are."""
     parts = [part for line in _lines(chart) for part in (line.y, line.low, line.high) if part is not None]
     values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
     values = np.clip(values[np.isfinite(values)], -_LARGEST, _LARGEST)
@@ -172,7 +172,7 @@ def _ranges(shape: object) -> dict[str, Any]:
 
 
 def tip(text: str) -> str:
-    """Escapes a run's text for a tooltip, which Bokeh reads as HTML with placeholders."""
+    """Escapes text for a tooltip, which Bokeh reads as HTML with placeholders."""
     return html.escape(text).replace("@", "&#64;").replace("$", "&#36;")
 
 

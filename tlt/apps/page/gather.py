@@ -1,4 +1,4 @@
-"""Reads a run's records for the page: configuration, steps, evaluations, failures."""
+"""Reads a run's records for the page."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ WAIT_SHARE = "rollout/turns/wait_share"
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run's records.
-
-    config: {}: no config.json.
+    """config: {}: no config.json.
     failures: lines of failures.log, the latest last.
     environments: versions, commit and machine of each attempt.
     """
@@ -66,7 +64,7 @@ class RunRecords:
         return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
 
     def group(self, prefix: str) -> dict[str, Values]:
-        """Figures under a prefix, such as rollout/strategy_seconds."""
+        """Returns the figures under a prefix, such as rollout/strategy_seconds."""
         names = [name for name in self.names if name.startswith(f"{prefix}/")]
         return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
 

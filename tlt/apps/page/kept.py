@@ -61,7 +61,6 @@ class Kept(BaseModel):
 
     @property
     def num_own_tokens(self) -> int:
-        """The policy's own."""
         given = () if self.turns is None else self.turns.given
         return len(self.token_ids) - sum(end - first for first, end in given)
 
@@ -95,7 +94,7 @@ def show_responses(runs: Sequence[RunRecords]) -> tuple[list[Record], list[str]]
 
 
 def _evenly(lines: Sequence[bytes], count: int) -> Sequence[bytes]:
-    """Chooses whole groups, which are neighbouring lines; the last may be cut."""
+    """Chooses whole groups, which are neighbouring lines."""
     if len(lines) <= count:
         return lines
     groups = [[*group] for _, group in groupby(lines, lambda line: line.partition(b'"sample_index"')[0])]

@@ -1,5 +1,4 @@
-"""Makes the page: the runs' records → charts and tables → one HTML file that loads nothing. A run's text is
-always escaped."""
+"""Makes the page, one HTML file that loads nothing. A run's text is always escaped."""
 
 from __future__ import annotations
 

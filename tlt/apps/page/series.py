@@ -1,4 +1,4 @@
-"""Charts of figures over steps. Of one run, colors tell figures apart; of several, runs, and dashes
+"""Charts of figures over steps. Colors tell figures apart; for several runs colors tell runs, dashes
 figures."""
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ NUM_SMOOTHED, NUM_CROWDED = 12, 150
 
 @dataclass(frozen=True)
 class SeriesSpec:
-    """figures: label → name in metrics.jsonl.  is_smoothed: even a short run shows the moving average, with
-    each step's value faint behind.  is_count: the figures are counts."""
+    """figures: label → name in metrics.jsonl. is_smoothed: even a short run shows the moving average."""
 
     key: str
     title: str
@@ -283,7 +282,6 @@ def smoothed(line: Line, is_share: bool) -> Line:
 
 
 def held_out_charts(runs: Sequence[RunRecords]) -> list[Chart]:
-    """The mean reward is drawn only if it differs from the solve rate."""
     rewards_differ = any(
         e.reward_by_problem not in ({}, e.by_problem) for run in runs for e in run.evaluations
     )

@@ -1,5 +1,3 @@
-"""Tables of the runs' configurations and machines."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ def differing_keys(runs: Sequence[RunRecords]) -> Table:
 
 
 def changed_keys(runs: Sequence[RunRecords]) -> Table:
-    """Keys that differ from TLT's defaults in any run."""
+    """Lists keys that differ from TLT's defaults in any run."""
     rows = _rows(runs, [key for key in _keys(runs) if _is_changed(runs, key)])
     heads = [*(run.name for run in runs), "default"]
     return Table(heads, [(key, [*cells, Cell(_default_text(key))]) for key, cells in rows])

@@ -1,5 +1,4 @@
-"""The content of charts as plain values; charts.py draws them. Colors and dashes are numbers in its
-palettes."""
+"""The content of charts as plain values; charts.py draws them. Colors and dashes number its palettes."""
 
 from __future__ import annotations
 
@@ -13,9 +12,7 @@ from tlt.apps.page.gather import Values
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points.
-
-    low, high: a band around it; None: unknown.
+    """low, high: a band around it; None: unknown.
     behind: a faint line, such as each step's value behind a moving average.
     """
 
@@ -40,7 +37,7 @@ class Areas:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells colored by their share of the column. notes: a text by cell, shown on demand."""
+    """Cells colored by their share of the column. notes: a text by cell."""
 
     rows: list[str]
     columns: list[str]
@@ -65,8 +62,7 @@ Shape = Line | Areas | Cells | Stretches
 
 @dataclass(frozen=True)
 class Chart:
-    """see: one sentence that says what to see in it.
-    is_by_step: x counts steps: all such charts pan together.
+    """is_by_step: x counts steps: all such charts pan together.
     x_end: x goes from 0 to here, and charts of the same end pan together; None: as far as there are values.
     is_count: no ticks between whole numbers of y.
     """

@@ -1,5 +1,3 @@
-"""Charts of speculation: acceptance by depth; strategies by batch size."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""The page's tables of figures."""
-
 from __future__ import annotations
 
 import math
@@ -34,8 +32,9 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """figure, at: the figure's name, and step or statistic, for programs that read the page; value: NaN:
-    missing."""
+    """figure, at: the figure's name, and step or statistic, for programs that read the page.
+    value: NaN: missing.
+    """
 
     text: str
     value: float = math.nan
@@ -98,7 +97,7 @@ def task_of(run: RunRecords) -> str:
 
 
 def _rate(run: RunRecords) -> float:
-    """Tokens per second of rollouts without recalled tokens; NaN: none."""
+    """Leaves out rollouts with recalled tokens."""
     counts = [
         (one.rollout.num_tokens, one.rollout.seconds) for one in run.steps if not one.rollout.recalled_tokens
     ]
@@ -142,7 +141,7 @@ def _ends(values: Values, form: Callable[[float], str]) -> str:
 
 
 def differences(first: RunRecords, second: RunRecords) -> Table | None:
-    """Means of both runs over their common steps."""
+    """Takes both runs' means over their common steps."""
     common = np.intersect1d(first.x, second.x)
     if not len(common):
         return None

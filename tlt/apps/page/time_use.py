@@ -5,7 +5,7 @@
                                               | journal |
     pieces            | prefill | decode |o| d| journal |d| other  | update |   → columns of a picture
 
-Bisection finds a step in the timeline: it costs the same in a run of any length.
+Bisection finds a step in the timeline, in a run of any length.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How the ranks spent a step, in seconds since its beginning.
+    """Times are seconds since the step's beginning.
 
     pieces: by rank, in order of time, without gaps.
     engine: engine steps by rank.
@@ -79,7 +79,6 @@ class StepTime:
         return sums
 
     def columns(self, rank: int) -> list[Piece]:
-        """Equal neighbours are joined."""
         edges = np.linspace(0.0, self.seconds, NUM_COLUMNS + 1)
         names = list(dict.fromkeys(piece.use for piece in self.pieces[rank]))
         taken = [
@@ -155,7 +154,7 @@ def cut(spans: Iterable[Span], seconds: float) -> list[Piece]:
 
 
 def spans_between(path: Path, start: float, end: float) -> Iterator[Span]:
-    """In Unix seconds. Lines are ordered by the spans' ends; malformed lines are skipped."""
+    """In Unix seconds. Lines are ordered by the spans' ends."""
     with path.open("rb") as file:
         low, high = 0, path.stat().st_size
         while high - low > _CLOSE:

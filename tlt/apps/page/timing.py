@@ -17,8 +17,6 @@ MAX_READ = 60
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """why: the slowest, the median, …"""
-
     run: RunRecords
     why: str
     time: StepTime

@@ -1,4 +1,4 @@
-"""A response's tokens for the page: place in the text, drafter, rejected drafts."""
+"""A response's tokens for the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Stretch = tuple[int, list[int]]
 def clip(
     pieces: Sequence[str], most: int = MAX_CHARACTERS, characters: int = MAX_CHARACTERS
 ) -> tuple[str, list[Stretch]]:
-    """The text to show, and the stretches of pieces in it. most: pieces."""
+    """Returns the text to show, and the stretches of its at most `most` pieces."""
     lengths = [len(piece) for piece in pieces]
     starts = [0, *accumulate(lengths)]
     total, half = starts[-1], characters // 2
@@ -49,7 +49,7 @@ def drafts_within(
 
 
 def sum_up(drafts: Sequence[DraftOutcome], ends: Sequence[int], num_tokens: int) -> str:
-    """ends: of the policy's turns, in tokens of the response. num_tokens: of the policy's own."""
+    """ends: of the policy's turns, in tokens of the response. num_tokens: the policy's own."""
     if not drafts:
         return f"Drafted and accepted: none of {num_tokens} tokens."
     accepted: Counter[str] = Counter()

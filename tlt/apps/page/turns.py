@@ -1,4 +1,4 @@
-"""A response of several turns for the page: the model's turns, and what was said between them."""
+"""A response of several turns for the page."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def show_turns(
     drafts: Sequence[DraftOutcome],
     name_of: Callable[[int], str],
 ) -> list[Record]:
-    """The parts of the conversation in order: by ("model", "tool", "error" or "environment"), label and text,
-    of the model's turns also tokens as on a response of one turn.
+    """Returns the parts of the conversation in order: "model", "tool", "error" or "environment", label and
+    text. The model's turns also have tokens.
 
     last_turn: text of the policy's last turn.
     pieces: texts of all tokens; None: the turns are shown by their messages, not coloured.
@@ -96,7 +96,7 @@ def _until(end: int, draft: DraftOutcome) -> DraftOutcome:
 
 
 def _rounds(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
-    """(the policy's turn, what was said after it)."""
+    """Yields (the policy's turn, the replies to it)."""
     spoken: Mapping[str, Any] | None = None
     replies: list[Any] = []
     for message in messages:

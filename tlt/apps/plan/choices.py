@@ -1,13 +1,12 @@
-"""Chooses a run's keys for a model and data of the user's own: a pure function of facts.
+"""Chooses a run's keys for a model and data of the user's own.
 
     the model: shape, window, chat template ─┐
     the data: columns, rows, splits          ├─ choose ──▶ Choice(key, value, why), …
     the machine: GPUs, cores, memory ────────┤
     the keys that the user gives, which win ─┘
 
-apps/run/own.py looks the facts up. Learning rates: 1e-6 for all weights is the default of TRL's GRPOConfig
-and of verl; ten times that for adapters is measured in "LoRA Without Regret" (Schulman et al., Thinking
-Machines, 2025), which also found small ranks to be enough for RL.
+Learning rates: 1e-6 for all weights is the default of TRL's GRPOConfig and of verl; ten times that for
+adapters is measured in "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025).
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the user's data.
-
-    rows: some of the first, with the data's own column names.
+    """rows: some of the first, with the data's own column names.
     train_split: None: rows cannot be held out of it.
     can_verify: whether math-verify, which scores mathematics, is installed.
     is_made: whether a task makes the rows, scores them, and makes test rows.
@@ -83,7 +80,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """num_bytes: memory of a GPU, or of a machine without GPUs."""
+    """num_bytes: memory of a GPU, else of the machine."""
 
     num_gpus: int
     num_cores: int
@@ -96,7 +93,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """longest_prompt: in tokens, read as `choose_data` says.
+    """longest_prompt: in tokens.
     num_problems: None: unknown.
     """
 
@@ -117,7 +114,8 @@ class Choice:
 @dataclass(frozen=True)
 class Choices:
     """reward: how responses are scored where the user has no function: "task", "exact" (comparison with the
-    answer), or "own" (the data does not say what is right)."""
+    answer), or "own" (the data does not say what is right).
+    """
 
     chosen: tuple[Choice, ...]
     reward: str
@@ -128,7 +126,7 @@ class Choices:
 
 
 def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
-    """Leaves out the keys in `given`, the user's values by key, such as {"lora.rank": 8}."""
+    """given: the user's values by key, which are left out, such as {"lora.rank": 8}."""
     about_data = choose_data(facts.model, facts.data, given)
     found = [*about_data.chosen, *_choose_lengths(facts, about_data.reward, given)]
     for choose_more in (_choose_steps, _choose_weights, _choose_rates, _choose_ranks):
@@ -191,7 +189,6 @@ def _scoring(data: DataFacts, answer: str | None) -> str:
 
 
 def _answers(data: DataFacts, answer: str) -> list[str | None]:
-    """None: a value is neither text nor number."""
     found = [row["reward_model"].get("ground_truth") if answer == _VERL else row[answer] for row in data.rows]
     return [str(value) if isinstance(value, bool) else gold_text(value) for value in found]
 
@@ -256,7 +253,6 @@ def _choose_lengths(facts: Facts, reward: str, given: Mapping[str, Any]) -> Iter
 
 
 def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """Caps the passes over few rows."""
     config, num = _config(values), facts.num_problems
     if num is None:
         return

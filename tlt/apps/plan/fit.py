@@ -81,7 +81,7 @@ def _describe_room(run: PlannedRun) -> str:
 
 
 def _remedy(run: PlannedRun) -> str:
-    """One change if it suffices, else several, else more GPUs or machines; each was planned."""
+    """Returns one change if it suffices, else several, else more GPUs or machines."""
     changes, tokens = _changes(run), run.config.sampling.max_tokens
     shorter = [_shortened(run, tokens // n) for n in (2, 4, 8, 16) if tokens >= n]
     together = [functools.reduce(operator.or_, changes[: i + 1]) for i in range(len(changes))]
@@ -116,7 +116,7 @@ def _with_ranks(run: PlannedRun, change: dict[str, Any]) -> str:
 
 
 def _changes(run: PlannedRun) -> list[dict[str, Any]]:
-    """Changes of neither results nor responses come first."""
+    """Changes that leave the results equal come first."""
     config, longest = run.config, run.longest
     parallel, lora = config.parallel, config.lora
     changes: list[dict[str, Any]] = []

@@ -34,11 +34,11 @@ class Kept:
     forms: tuple[AttentionForm, ...]
 
     def per_token(self, size: int) -> float:
-        """Bytes, scores aside. size: bytes of a value."""
+        """Returns bytes, scores aside. size: bytes of a value."""
         return size * (self.in_half if size == 2 else self.values)
 
     def scores(self, length: int, num_heads: int, size: int, has_kernel: bool) -> list[float]:
-        """Bytes per token of each layer's scores, in a sequence of this length. has_kernel: for windows."""
+        """Returns bytes per token of each layer. has_kernel: for windows."""
         return [_scores(form, length, num_heads, size, has_kernel) for form in self.forms]
 
 
@@ -68,7 +68,6 @@ def count_kept(config: ModelConfig, lora: LoraSection) -> Kept:
 
 
 def _forward(model: Policy, num_tokens: int) -> Kept:
-    """Of these tokens, parameters and buffers aside."""
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
     forms: list[AttentionForm] = []

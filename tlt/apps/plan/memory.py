@@ -1,4 +1,4 @@
-"""Plans a run's memory on one device, before anything is loaded: a table of terms over shapes.
+"""Plans a run's memory on one device as a table of terms over shapes.
 
     always    weights · optimizer · engine's copy · drafter     the device must hold
     rollout   + caches · a step's tensors                  ───▶  the largest sum of a row
@@ -84,7 +84,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The peak with the smallest caches."""
+        """Returns the peak with the smallest caches."""
         least = {CACHES: self.least}
         terms = (replace(t, num_bytes=min(t.num_bytes, least.get(t.name, t.num_bytes))) for t in self.terms)
         return replace(self, terms=tuple(terms)).peak[1]
@@ -215,7 +215,7 @@ def _caches(r: PlannedRun, standing: int) -> tuple[Term, int]:
 
 
 def _idle(r: PlannedRun) -> Iterator[Term]:
-    """A batch in one backward pass. A single rank is never idle."""
+    """A single rank is never idle."""
     if r.drafter is None or not r.config.drafter.train or r.num_ranks == 1:
         return
     c, vocabulary = r.drafter.layer, r.drafter.draft_vocab_size

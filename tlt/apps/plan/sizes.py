@@ -25,9 +25,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before anything is loaded.
-
-    rank_bytes: memory of a rank's GPU, or its share of a CPU machine; None: unknown.
+    """rank_bytes: memory of a rank's GPU, or its share of a CPU machine; None: unknown.
     longest_prompt: in tokens.
     num_sharing: ranks that share a CPU machine's memory; on GPUs, 1.
     """
@@ -64,7 +62,6 @@ class PlannedRun:
 
     @property
     def num_slices(self) -> int:
-        """Ranks that weights, gradients and moments are sharded over."""
         return self.num_ranks if self.is_sharded else 1
 
     @property
@@ -73,7 +70,7 @@ class PlannedRun:
 
     @property
     def largest_tensor(self) -> int:
-        """Numbers of it: an embedding's, or those of all experts of a layer."""
+        """Numbers of the largest tensor: an embedding, or all experts of a layer."""
         return largest_tensor(self.model)
 
     @property
@@ -114,7 +111,7 @@ class PlannedRun:
 
     @property
     def num_parked(self) -> int:
-        """Responses that may wait for their environment at once, their caches beside the slots'."""
+        """Responses that may wait for their environment at once; their caches stand beside the slots'."""
         parks = self.config.environment.is_used and not self.uses_vllm
         return -(-self.num_responses // self.num_ranks) if parks else 0
 

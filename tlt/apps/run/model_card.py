@@ -57,7 +57,6 @@ class FinishedRun:
 
     @property
     def base(self) -> str | Path:
-        """OWNER/NAME on the hub, or a folder."""
         path = self.config.model.path
         return str(path) if not path.exists() and Repository.parse(path) is not None else path
 
@@ -179,7 +178,7 @@ def _scores(run: FinishedRun) -> dict[str, str | None]:
 
 
 def _named_model(run: FinishedRun) -> str | None:
-    """None: a folder whose card names no model of the hub."""
+    """Returns None for a folder whose card names no model of the hub."""
     if isinstance(run.base, str):
         return run.base.partition("@")[0]
     card = run.base / CARD

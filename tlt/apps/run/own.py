@@ -36,9 +36,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A run without a configuration file.
-
-    config: the choices and the user's values.
+    """config: the choices and the user's values.
     given: the user's values by key.
     rows: some, with TLT's column names.
     """

@@ -37,8 +37,6 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class ServedRun:
-    """Policy and drafter after `step` updates."""
-
     config: Config
     step: int
     policy: Path
@@ -46,8 +44,8 @@ class ServedRun:
 
 
 def open_served(folder: Path, step: int | None, say: Callable[[str], None]) -> ServedRun:
-    """The final policy, else the newest whole checkpoint's; with `step`, the policy after that many updates.
-    Raises UserError if there is none."""
+    """Opens the final policy, else the newest whole checkpoint's; with `step`, the policy after that many
+    updates. Raises UserError if there is none."""
     status, file = read_status(folder), folder / "config.json"
     config = Config.from_json(file.read_text(encoding="utf-8"), str(file))
     if status.state == "finished" and step in (None, status.step) and (folder / "policy").is_dir():
@@ -107,7 +105,7 @@ def _export_policy(path: Path, manifest: Manifest, config: Config, out: Path) ->
 
 
 def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -> Path | None:
-    """Returns the original's folder if the drafter was not trained."""
+    """An untrained drafter is served from its own folder."""
     saved, start = SavedTensors(path, manifest, "drafter."), drafter_folder(config)
     if start is None or not saved:
         return start
@@ -128,7 +126,7 @@ def _export_drafter(path: Path, manifest: Manifest, config: Config, out: Path) -
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors of one kind, names without the kind, each read on access."""
+    """A checkpoint's tensors of one prefix, without the prefix in their names, read on access."""
 
     def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
         self._path, self._stored, self._kind = path, manifest.tensors, kind

@@ -1,4 +1,4 @@
-"""Starts a run from the user's process: refuses mistakes, prints a header, starts the ranks."""
+"""Starts a run from the user's process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SLOW_SAMPLING = (
 
 @dataclass(frozen=True)
 class Findings:
-    """Facts for the header. notes: warnings, such as held-out problems that are trained on."""
+    """notes: warnings, such as held-out problems that are trained on."""
 
     model: ModelConfig
     data: RunData
@@ -81,7 +81,7 @@ class Findings:
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
-    """Returns the exit code. began: start of the user's command."""
+    """Returns the exit code."""
     run, num_ranks, program = config.run, all_ranks(config), "tlt.training.loop:main"
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
@@ -107,7 +107,6 @@ def describe_saved(folder: Path) -> str:
 def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
     """Runs a rank that torchrun, srun or Kubernetes has started. Returns the exit code.
 
-    resolve: whether these ranks were started before → the checked configuration.
     patience: seconds that this rank waits for the others.
     """
     met = meet_ranks(place, patience)
@@ -125,8 +124,7 @@ class LeaderRefused(Exception):
 
 
 def _share_description(met: Rendezvous, describe: Callable[[], str]) -> str:
-    """Broadcasts the leader's description, however long the leader reads and downloads. A mistake of the
-    user's raises LeaderRefused on the other ranks."""
+    """The others wait however long the leader downloads. A user's mistake raises LeaderRefused on them."""
     if met.place.is_leader:
         try:
             description = describe()
@@ -145,15 +143,15 @@ def _share_description(met: Rendezvous, describe: Callable[[], str]) -> str:
 
 
 def _wait_until_read(met: Rendezvous) -> None:
-    """The leader may host the store: it waits until the other ranks know that they must end, but not forever
-    for a dead rank."""
+    """The leader may host the store: it stays until the other ranks know that they must end, but not
+    forever."""
     deadline = time.monotonic() + 100 * WAIT_SECONDS
     while met.store.add("read", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
         time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Resumes a run from this checkpoint. Newer checkpoints are renamed, not removed."""
+    """Newer checkpoints are renamed, not removed."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -165,9 +163,7 @@ def go_back(checkpoint: Path) -> None:
 
 
 def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -> Config:
-    """Refuses mistakes, prints the header, pins the names.
-
-    begun: None: a new run, or nothing is known of the old one.
+    """begun: None: a new run, or nothing is known of the old one.
     goes_on: whether the run in the folder goes on, known or not.
     """
     claim(config.run.out_dir, files_of(config), goes_on)
@@ -195,8 +191,8 @@ def prepare(config: Config, begun: Begun | None = None, goes_on: bool = False) -
 
 
 def pin(config: Config) -> Config:
-    """Fills in number of ranks, dtype, prompts' date and hub commits. Downloads what they name, so that ranks
-    and a resumed run need no network."""
+    """Fills in number of ranks, dtype, prompts' date and hub commits, which it downloads: ranks need no
+    network."""
     values = config.model_dump()
     values["run"]["num_ranks"] = all_ranks(config)
     values["run"]["dtype"] = str(engine_dtype(config)).removeprefix("torch.")
@@ -218,7 +214,7 @@ def pin(config: Config) -> Config:
 def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -> Findings:
     """Raises UserError for every mistake that can be found before a process is started.
 
-    trains: training takes several times an engine's memory.
+    trains: False: only an engine's memory is needed.
     """
     layout = layout_of(config)
     if config.rollout.engine == "vllm":

@@ -1,5 +1,4 @@
-"""The section [algorithm]: published algorithms of the policy update as sets of choices, and a key for each
-choice. training/update/algorithms.py computes them."""
+"""The section [algorithm]: published algorithms as sets of choices, with a key for each choice."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm with every choice made. `AlgorithmSection` says what each choice means."""
+    """An algorithm with every choice made. `AlgorithmSection` explains the choices."""
 
     name: Name
     advantage: Advantage = "group-std"

@@ -1,4 +1,4 @@
-"""The words of a command line: `--name value` and `--name=value` pairs, switches, and words alone."""
+"""The words of a command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Words = tuple[list[str], dict[str, str]]
 
 
 def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Words:
-    """Sorts the words of a command line. A negative number is a value, and so is everything after `=`.
+    """Sorts `--name value` and `--name=value` pairs, switches, and words alone. A negative number is a value,
+    and so is everything after `=`.
 
     A switch's name alone means true. Raises UserError for another name without a value.
     """

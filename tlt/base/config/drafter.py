@@ -1,4 +1,4 @@
-"""The section [drafter]: which drafter, how it drafts, and how idle ranks train it."""
+"""The section [drafter]."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DraftVocabOption = Annotated[DraftVocab, BeforeValidator(_read_vocabulary)]
 
 
 def check_served(vocabulary: DraftVocab, place: str) -> None:
-    """Raises UserError for a number: vLLM serves a drafter with the vocabulary that it was trained with."""
+    """Raises UserError for a number: vLLM does not cut a drafter's vocabulary."""
     if isinstance(vocabulary, int):
         raise UserError(f"{place}: {vocabulary} is for TLT's own engine; leave it out, or give engine tlt")
 

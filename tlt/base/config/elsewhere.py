@@ -1,5 +1,4 @@
-"""Other trainers' names of what our keys say: an unknown key is told ours, and docs/coming-from.md shows the
-table, which elsewhere.toml holds."""
+"""Other trainers' names of our keys, for the error of an unknown key and docs/coming-from.md."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Known:
-    """A key of ours, with its names in other trainers; empty: it has none there. Several stand with spaces
-    between."""
+    """A key of ours, with its names in other trainers: several with spaces between; empty: none there."""
 
     ours: str
     trl: str = ""
@@ -34,7 +32,7 @@ def known_keys() -> tuple[Known, ...]:
 
 @dataclass(frozen=True)
 class Meant:
-    """Another trainer's name, and our entry for it. is_whole: the whole name was given, not its last part."""
+    """Another trainer's name for an entry of ours. is_whole: the whole name was given, not its last part."""
 
     trainer: str
     name: str
@@ -48,9 +46,8 @@ class Meant:
 
 
 def find_elsewhere(given: str) -> Meant | None:
-    """What a name means in another trainer: `max_steps`, `actor_rollout_ref.rollout.n`, or an end of it,
-    `rollout.n` before `n`. None: no trainer has it.
-    """
+    """Looks a name up in other trainers: `max_steps`, `actor_rollout_ref.rollout.n`, or an end of it,
+    `rollout.n` before `n`. None: no trainer has it."""
     wanted = given.replace("-", "_")
     found = [
         (rank, trainer, name, known)

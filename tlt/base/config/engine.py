@@ -1,5 +1,4 @@
-"""Keys of an engine, its device and its model's code, which [run], [rollout], [model] and the commands that
-generate share."""
+"""Keys of an engine, shared by a run's configuration and the commands that generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section [environment]: tools and environments that answer the policy between its turns."""
+"""The section [environment]."""
 
 from __future__ import annotations
 

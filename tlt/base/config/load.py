@@ -2,8 +2,6 @@
 
     defaults of schema.py ◀ quickstart.toml ◀ --section.key value          later wins
 
-Every mistake, such as an unknown key, is one `UserError` line: place, value, remedy.
-
 Paths: a relative path in a TOML file is taken from that file's folder if it exists there, else from the
 working directory. A relative path in an override, and `run.out_dir` always, is taken from the working
 directory. The resolved configuration holds absolute paths, so it means the same in every process and for
@@ -89,8 +87,8 @@ def load_config(
 
 
 def load_environment(source: Path, place: str) -> EnvironmentSection:
-    """The section [environment] alone; the other sections are not read. Raises UserError, beginning with
-    `place`, where nothing in it answers.
+    """Reads the section [environment] alone. Raises UserError, beginning with `place`, where nothing in it
+    answers.
 
     source: a TOML file, a recipe's name, or the folder of a run.
     """
@@ -119,8 +117,7 @@ def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unwritable(value: Any, file: str, places: Mapping[Keys, str], keys: Keys = ()) -> None:
-    """config.json holds no table nested too deeply, and no credential, which trackers would show. The error
-    does not repeat a credential."""
+    """Trackers would show a credential in config.json. The error does not repeat it."""
     if len(keys) > MAX_DEPTH:
         name = f"{'.'.join(keys[:3])}…"
         raise UserError(f"{file}: {name} holds tables more than {MAX_DEPTH} deep in each other; flatten them")
@@ -153,8 +150,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _resolve(keys: Keys, text: str, folder: Path) -> str:
-    """Returns an absolute path: an input in `folder` if it exists there, else in the working directory; a
-    name on the hub stays. An empty text stays, to be refused."""
+    """An input is taken from `folder` if it exists there, else from the working directory; a name on the hub
+    and an empty text stay."""
     if not text.strip():
         return text
     if keys in _PATH_KEYS:
@@ -193,7 +190,7 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_paths(named: Any, folder: Path) -> Any:
-    """Resolves a name, names, or the parts of a mixture; anything else stays, to be refused."""
+    """What is no name, names or a mixture stays, to be refused later."""
     if isinstance(named, list):
         return [_with_paths(one, folder) for one in named]
     if isinstance(named, dict):
@@ -203,7 +200,7 @@ def _with_paths(named: Any, folder: Path) -> Any:
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
-    """Now, not after the ranks have started."""
+    """Refuses a missing path now, not after the ranks have started."""
     for section, key in _PATH_KEYS:
         path: Path | None = getattr(getattr(config, section), key)
         is_model = key != "data"
@@ -234,7 +231,7 @@ class Override:
 
 
 def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Override]:
-    """Reads {"section.key": value}, or words `--section.key value`. Text becomes a value of the key's
+    """Reads {"section.key": value}, or words `--section.key value`, whose text is converted to the key's
     type."""
     is_known = isinstance(overrides, Mapping | list | tuple)
     if not is_known or not all(isinstance(word, str) for word in overrides):
@@ -249,7 +246,7 @@ def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Overrid
 
 
 def is_own(overrides: Sequence[str]) -> bool:
-    """Whether the overrides name a model, and data or a task: `tlt train` needs no configuration then."""
+    """Whether the overrides name a model and problems, so that `tlt train` needs no configuration."""
     names = {override.keys for override in read_overrides(overrides)}
     return ("model", "path") in names and bool({("task", "data"), ("task", "name")} & names)
 
@@ -272,9 +269,8 @@ def _read_override(place: str, name: str, value: Any) -> Override:
 
 
 def _parse_value(keys: Keys, text: str) -> Any:
-    """Text stays text where the key takes text or a path; elsewhere it is read as in TOML, or as the JSON
-    object that `tlt task --options` takes. `none` unsets an optional key.
-    """
+    """Text is read as in TOML, or as a JSON object, unless the key takes text or a path. `none` unsets an
+    optional key."""
     accepted = set(_accepted_types(keys))
     if "null" in accepted and text.lower() == "none":
         return None
@@ -291,7 +287,6 @@ def _parse_value(keys: Keys, text: str) -> Any:
 
 
 def _accepted_types(keys: Keys) -> Iterable[str]:
-    """JSON types, or "path"; none for an unknown key and a task's own options."""
     if keys[0] not in Config.model_fields or len(keys) != 2:
         return
     described = section_of(Config, keys[0]).model_json_schema()["properties"].get(keys[1], {})

@@ -1,4 +1,4 @@
-"""The section [lora]: low-rank adapters that are trained instead of the whole policy."""
+"""The section [lora]."""
 
 from __future__ import annotations
 

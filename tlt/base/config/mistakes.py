@@ -27,7 +27,7 @@ def mistake(message: str) -> PydanticCustomError:
 
 
 def validate(model: type[Model], values: Any, file: str, places: Mapping[Keys, str] | None = None) -> Model:
-    """Returns the values as a `model`. Raises UserError that names the first mistake.
+    """Raises UserError that names the first mistake.
 
     file: where the values come from.
     places: where single values come from instead, such as "--run.seed".
@@ -41,7 +41,6 @@ def validate(model: type[Model], values: Any, file: str, places: Mapping[Keys, s
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, of equally near ones the first; None: nothing is near."""
     ratios = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
     best = max(ratios, key=lambda name: ratios[name], default=None)
     return best if best is not None and ratios[best] >= 0.5 else None
@@ -86,10 +85,10 @@ def _suggest(model: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str = "") -> str | None:
-    """Returns the remedy for an unknown key that other sections have, or another trainer; None: neither.
+    """Returns the remedy for an unknown key that another section or trainer has, else None.
 
     dashes: what stands before a key.
-    near: the key of the same section that is spelled nearly so; empty: none is.
+    near: the key of the same section that is spelled nearly so, or empty.
     """
     other = find_elsewhere(given)
     if other is not None and other.is_whole:

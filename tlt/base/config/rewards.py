@@ -1,4 +1,4 @@
-"""The section [rewards]: the functions that score a response, and the processes that compute them."""
+"""The section [rewards]."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RewardsSection(Section):
 
 
 def check_weights(functions: Sequence[str], weights: Sequence[float], prefix: str = "") -> None:
-    """Raises a mistake unless each function is named once, and has one weight or none has. prefix: of the
+    """Raises a mistake where a function is named twice, or some have weights and others none. prefix: of the
     options' names."""
     if weights and len(weights) != len(functions):
         told = f"{prefix}weights has {len(weights)} values for {len(functions)} functions"

@@ -1,4 +1,4 @@
-"""The section [rollout]: how many responses a policy step has, and how they are generated."""
+"""The section [rollout]."""
 
 from __future__ import annotations
 
@@ -69,13 +69,11 @@ class RolloutSection(EngineSection):
 
     @property
     def steps_ahead(self) -> int:
-        """The most policy steps whose responses are generated ahead. For `adaptive` two: more gained no more
-        (benchmarks/log.md)."""
+        """`adaptive` is at most two: more gained no more (benchmarks/log.md)."""
         return 2 if self.ahead == "adaptive" else self.ahead
 
     @property
     def compares_idle_work(self) -> bool:
-        """Whether idle ranks generate ahead only where that saves more time than their other work."""
         return self.ahead == "adaptive"
 
     @property

@@ -1,5 +1,4 @@
-"""The section [sampling]: the law by which training responses are drawn, and where they end. Commands inherit
-it; kinds and defaults are those of SamplingParams."""
+"""The section [sampling]. Commands inherit it; value types and defaults are those of SamplingParams."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class Config(Section):
 
     @staticmethod
     def from_json(text: str, place: str = "config.json") -> Config:
-        """Raises UserError for anything that `to_json` has not written."""
+        """Raises UserError for text that `to_json` has not written."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:

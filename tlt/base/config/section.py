@@ -1,4 +1,4 @@
-"""The bases of all sections and options: fields explained by the docstrings below them, and checked paths."""
+"""The bases of all sections and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ AnyPath = Annotated[Path, Field(strict=False)]
 
 
 def _read_day(value: Any) -> Any:
-    """TOML also writes a day without quotes."""
     if value is None:
         return None
     try:
@@ -34,7 +33,7 @@ Day = Annotated[str, BeforeValidator(_read_day)]
 
 
 def split_words(value: Any) -> Any:
-    """A text's words between commas, and a number as a list of one; anything else stays as it is."""
+    """Splits text at its commas, and makes a number a list of one; anything else stays as it is."""
     if isinstance(value, int | float):
         return [value]
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
@@ -45,16 +44,15 @@ def takes_a_path(annotation: Any) -> bool:
 
 
 class Explained(BaseModel):
-    """A model whose fields are explained by the docstrings below them, each as one paragraph. A field that is
-    declared again, with another default, keeps the text that it inherits."""
+    """A model whose fields the docstrings below them explain. A field that is declared again, with another
+    default, keeps the text that it inherits."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _a_path_is_not_empty(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses an empty text, such as an unset variable of a shell: as a path it would be the working
-        directory."""
+        """A shell's unset variable gives an empty text, which as a path is the working directory."""
         is_empty = isinstance(value, str) and not value.strip()
         if is_empty and takes_a_path(cls.model_fields[str(info.field_name)].annotation):
             raise mistake("it is empty: give a path (the working directory is .)")
@@ -63,7 +61,6 @@ class Explained(BaseModel):
     @field_validator("*")
     @classmethod
     def _a_path_can_be_one(cls, value: Any) -> Any:
-        """Refuses a path that no file can have: it holds a NUL or half a character, or is too long."""
         if isinstance(value, Path):
             try:
                 parts = [os.fsencode(part) for part in value.parts]

@@ -1,4 +1,4 @@
-"""The section [vllm]: how vLLM is started where rollout.engine is vllm."""
+"""The section [vllm]."""
 
 from __future__ import annotations
 

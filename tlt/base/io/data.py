@@ -59,8 +59,10 @@ class DataSource:
 
 
 def read_data(source: DataSource) -> Records:
-    """Returns rows with our column names. A row without problem_id gets its line in a JSONL file, else its
-    number in the source, from 1. Raises UserError for unreadable data."""
+    """Returns rows with our column names. Raises UserError for unreadable data.
+
+    A row without problem_id gets its line in a JSONL file, else its number in the source, from 1.
+    """
     return [(place, _rename(place, record, source.columns)) for place, record in _read(source)]
 
 
@@ -97,7 +99,7 @@ def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
 
 
 def names_rows(source: DataSource) -> bool:
-    """Whether a split may be written with its rows, train[:-64]."""
+    """Whether a split may name rows, as train[:-64] does."""
     return not any((source.name / name).is_file() for name in _SAVED)
 
 
@@ -139,7 +141,7 @@ def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
 
 
 def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
-    """By file names such as gsm8k-train-2.jsonl; if none names a split, all files are training data."""
+    """gsm8k-train-2.jsonl is of the split train; if no name tells a split, all files are training data."""
     words = {file: {*re.split(r"\W|_", file.stem)} for file in files}
     split = source.split or source.usual_split
     chosen = [file for file in files if split in words[file]]
@@ -259,8 +261,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
 
 
 def to_json(value: Any) -> Any:
-    """Dates become ISO 8601, decimals text, NaN null. Raises TypeError, with the type's name, for other
-    types."""
+    """Dates become ISO 8601, decimals text, NaN null. Raises TypeError for other types."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

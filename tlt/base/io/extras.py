@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: their packages, how to install them, and why one may not load."""
+"""The extras of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PURPOSES: Mapping[str, str] = {
 
 
 def needed_by(extra: str) -> list[Requirement]:
-    """The empty extra means TLT's own packages. Reads the installed TLT's metadata, else this checkout's."""
+    """Reads the installed TLT's metadata, else this checkout's. The empty extra means TLT's own packages."""
     from packaging.markers import Marker
     from packaging.requirements import Requirement
 
@@ -61,7 +61,6 @@ def _declared() -> list[str]:
 
 
 def version_of(package: str) -> str | None:
-    """None: not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -3,7 +3,7 @@
     write_atomically   a text file    temporary neighbour → flushed → renamed to its place
     replace_folder     a folder       temporary neighbour → every file in it flushed → renamed to its place
 
-All of TLT writes through these two, which follow symlinks.
+Both follow symlinks.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def set_usual_mode(path: Path) -> None:
 @contextlib.contextmanager
 def replace_folder(path: Path, own: Sequence[str]) -> Iterator[Path]:
     """Yields a new folder to fill, which replaces `path` at the end; a crash between the two renames leaves
-    the older folder at `.NAME.old`. Raises UserError where the folder cannot be written, or the older
-    folder holds files that do not match `own`, the writer's name patterns."""
+    the older folder at `.NAME.old`. Raises UserError where the folder cannot be written, or the older one
+    holds files that no pattern in `own` matches."""
     path = path.resolve()
     for folder in (path, *_neighbours(path)):
         check_replaceable(folder, own)
@@ -120,7 +120,7 @@ def _neighbours(path: Path) -> tuple[Path, Path]:
 
 
 def check_replaceable(folder: Path, own: Sequence[str]) -> None:
-    """Raises UserError if the folder holds files that do not match `own`: replacing it would lose them."""
+    """Raises UserError if the folder holds files that do not match `own`."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -189,8 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_no_file(path: Path, place: str) -> None:
-    """A rename would replace a device or pipe; /dev/stdout is refused even if the shell redirects it into a
-    file."""
+    """A rename would replace a device or pipe."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     if is_stream or (path.exists() and not path.is_file()):
         raise UserError(f"{place}: {path} is no regular file; give the name of a file")
@@ -229,7 +228,7 @@ def parse_json(text: str) -> Any:
 
 
 def has_lone_surrogate(value: Any) -> bool:
-    """Whether a text in it cannot be encoded. What JSON cannot hold at all is another mistake: False."""
+    """False, too, for a value that JSON cannot hold at all: another mistake."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -240,7 +239,7 @@ def has_lone_surrogate(value: Any) -> bool:
 
 
 def refuse_endless(value: Any) -> None:
-    """Raises ValueError for NaN, infinities and integers of more than 18 digits: no measurement has them."""
+    """Raises ValueError for NaN, infinities and integers of more than 18 digits."""
     items = [value]
     while items:
         item = items.pop()
@@ -284,7 +283,7 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 
 
 def check_is_file(path: Path) -> None:
-    """Raises OSError for endless files such as devices."""
+    """Raises OSError for devices and pipes, which may have no end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "is no file", str(path))
 
@@ -295,7 +294,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
-    """Parses the lines of a file that a run appends to. A last line cut off by a kill is left out. Raises
+    """Parses the lines of a file that a run appends to. A last line cut off by a kill is dropped. Raises
     UserError where `parse` refuses any other line."""
     try:
         lines = read_file(path).decode().split("\n")[:-1] if path.exists() else []

@@ -100,7 +100,7 @@ def resolve_model(name: str | Path) -> Path:
 
 
 def resolve_description(name: str | Path, with_tokenizer: bool = False) -> Path:
-    """Like `resolve_model`, without weights."""
+    """As `resolve_model`, without weights."""
     repository, files = _find(name), ["config.json"]
     if with_tokenizer:
         files += [*COMPANIONS, "additional_chat_templates/*"]
@@ -114,7 +114,6 @@ def pin_model(name: Path) -> Repository | None:
 
 
 def pin_dataset(name: str | Path) -> Repository | None:
-    """As `pin_model`."""
     repository = _find(name)
     if repository is None or repository.is_pinned:
         return repository
@@ -126,7 +125,6 @@ def _find(name: str | Path) -> Repository | None:
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """A pinned commit that is whole in the cache needs no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled
 
@@ -168,7 +166,7 @@ def _interruptible(download: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides huggingface_hub's warnings of retries, which end in success or in our one-line error."""
+    """Hides huggingface_hub's warnings of retries: our one-line error tells when all fail."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -180,7 +178,7 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """tqdm's bars would fill a log: off a terminal, prints a line every `seconds` seconds."""
+    """A log gets a line every `seconds` seconds instead of tqdm's bar."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):
@@ -258,7 +256,6 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 
 
 def _not_here(repository: Repository) -> str:
-    """If OWNER is a local folder, suggests the nearest name in it."""
     folder, _, name = str(repository).partition("/")
     if not Path(folder).is_dir():
         return "is no folder or file here"

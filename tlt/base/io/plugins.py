@@ -69,7 +69,7 @@ def is_file(spec: str) -> bool:
 
 
 def file_in(spec: str) -> str | None:
-    """FILE.py of "FILE.py:object" and of "family:FILE.py"; None: it names no file."""
+    """Returns FILE.py of "FILE.py:object" and of "family:FILE.py", else None."""
     return next((part for part in spec.rpartition(":")[::2] if part.endswith(".py")), None)
 
 
@@ -80,7 +80,7 @@ def without_folder(spec: str) -> str:
 
 
 def source_of(spec: str) -> Path | None:
-    """The user's file; None: the object lies in none."""
+    """Returns the user's file, or None."""
     module_name, _ = split_name(spec)
     if (file := file_in(spec)) is not None:
         return Path(file).absolute() if Path(file).is_file() else None
@@ -96,13 +96,14 @@ def source_of(spec: str) -> Path | None:
 
 
 def is_importable(spec: str) -> bool:
-    """Whether other processes can import the object: not from this process's script or a module made here."""
+    """Whether other processes can import the object, which may lie in this process's script or a module made
+    here."""
     module = sys.modules.get(split_name(spec)[0])
     return module is None or module.__spec__ is not None
 
 
 def see(folder: Path) -> None:
-    """Appends to sys.path, so that no installed module is hidden."""
+    """Appends, so that no installed module is hidden."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -142,7 +143,7 @@ def _load(place: str, module_name: str, load: Callable[[str], ModuleType]) -> Mo
 
 
 def describe(error: BaseException) -> str:
-    """Kind, message and the last line in a user's file, without credentials."""
+    """Returns type, message and the last line in a user's file, without credentials."""
     if isinstance(error, UserError):
         return hide(visible(str(error)))
     text = one_line(error, MAX_MESSAGE)

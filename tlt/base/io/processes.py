@@ -1,11 +1,11 @@
-"""A helper process with a pipe to its parent, and between them a keeper process that kills what is left over.
+"""A helper process with a pipe to its parent, and a keeper process between them.
 
     parent    Helper(…) ─▶ keeper ─▶ helper: function(pipe, …) ─▶ processes that it starts, in any session
                   └───────────pipe──────┘
     keeper    waits for the end of helper or parent, or for `Helper.kill`; kills the rest; ends as the helper
 
-Helpers import this module, so it imports nothing heavy. They are no children of multiprocessing, which
-would import the parent's main module again.
+Helpers import this module: it imports nothing heavy. They are no children of multiprocessing, which would
+import the parent's main module again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Helper:
         return self._process.returncode if has_ended else None
 
     def kill(self) -> None:
-        """Kills the helper and its descendants; repeatable. A thread reading the pipe sees its end."""
+        """Kills the helper and its descendants. A thread that reads the pipe sees its end."""
         with self._lock:
             if self._process.returncode is not None:
                 return
@@ -125,8 +125,8 @@ def how_it_ended(exit_code: int | None) -> str:
 
 
 def begin() -> None:
-    """Entry of the process that `Helper` starts: forks the helper and becomes its keeper. Nothing is imported
-    before the fork: an import may hang, and the parent may be killed meanwhile."""
+    """Forks the helper and becomes its keeper. Nothing is imported before the fork: an import may hang, and
+    the parent may be killed meanwhile."""
     number, parent, function, *arguments = sys.argv[1:]
     _end_with(int(parent), signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -151,7 +151,7 @@ def begin() -> None:
 
 
 def be_first_to_go() -> None:
-    """When memory is out, the kernel kills this process before the run that started it."""
+    """Out of memory, the kernel kills this process before the run that started it."""
     with contextlib.suppress(OSError):  # not on every system
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -160,8 +160,7 @@ def be_first_to_go() -> None:
 
 
 def _keep(helper: int) -> NoReturn:
-    """Waits for the helper's end, or for SIGTERM (from `Helper.kill`, or from the kernel at the parent's
-    end). Kills the remaining descendants, then ends as the helper did."""
+    """Ends as the helper does. SIGTERM comes from `Helper.kill`, or from the kernel at the parent's end."""
     code = None
     while code is None:
         if signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
@@ -213,7 +212,6 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Makes the kernel signal this process when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)

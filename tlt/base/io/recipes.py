@@ -49,8 +49,8 @@ def find_recipe(name: str) -> Path:
 
 
 def find_config(path: Path) -> Path:
-    """A file, else a recipe. A missing .toml or .json is left to `load_config`; raises UserError for other
-    names."""
+    """Returns a file, else a recipe. A missing .toml or .json is left to `load_config`; raises UserError for
+    other names."""
     if os.path.exists(path) or path.suffix in (".toml", ".json"):
         return path
     if path.parts[:1] and path.parts[0] in _folders():
@@ -61,8 +61,8 @@ def find_config(path: Path) -> Path:
 def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
     """Copies a recipe into a new or empty folder. Returns the copies, the configuration first.
 
-    bring_model: writes a model into the given folder, which the copied configurations then name instead of
-        the hub's. None: they keep the recipe's model.
+    bring_model: writes a model into the given folder, which the copied configurations then name; None: they
+        keep the recipe's model.
 
     Raises UserError.
     """

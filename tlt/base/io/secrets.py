@@ -2,8 +2,7 @@
 
     https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of HF_TOKEN
 
-Forms and lengths are as their makers document them. A variable's value is a credential by the variable's
-name; a …_KEY also needs a value that looks random.
+A variable's value is a credential by the variable's name; a …_KEY also needs a value that looks random.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ class Guarded(io.TextIOBase):
 
 
 def _writable(text: str, encoding: str) -> str:
-    """Escapes (\\xd7) characters that the encoding lacks, and lone surrogates."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -93,7 +92,7 @@ def forgive(stream: TextIO | None, name: str = "stdout") -> TextIO:
 
 
 def forgive_output(says_so: bool = True) -> None:
-    """Keeps this process alive where it cannot print. A failed descriptor is led to /dev/null, for child
+    """Keeps this process alive where it cannot print: a failed descriptor leads to /dev/null, for child
     processes too. says_so: stderr reports a failed stdout."""
     stdout, stderr = sys.stdout, sys.stderr
 

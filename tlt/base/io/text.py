@@ -24,25 +24,23 @@ def visible(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """JSON on one line with the same characters escaped: the value does not change."""
+    """Escapes the same characters in JSON on one line; its value does not change."""
     if text.isprintable():
         return text
     return "".join(json.dumps(c)[1:-1] if category(c) in _HIDDEN else c for c in text)
 
 
 def quoted(path: Path | str) -> str:
-    """Quotes a path for a shell command in a message."""
     return shlex.quote(visible(str(path)))
 
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:
-    """Kind and message, without credentials."""
+    """Returns type and message, without credentials."""
     text = visible(" ".join(hide(f"{type(error).__name__}: {message_of(error)}").split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def message_of(error: BaseException) -> str:
-    """Empty if a user's __str__ fails."""
     try:
         return str(error)
     except Exception:  # a user's __str__ may raise anything
