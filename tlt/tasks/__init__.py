@@ -1,2 +1,1 @@
-"""Problems and their scores; rewards/ scores responses in worker processes, which import neither torch nor
-transformers."""
+"""Problems and their scores. Workers of rewards/ import neither torch nor transformers."""

@@ -34,7 +34,7 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 
 def _last_boxed(text: str) -> tuple[int, str | None]:
-    """Returns (start, content) of the last closed box, else (-1, None)."""
+    """Returns (start, content), or (-1, None)."""
     for box in reversed(list(_BOX.finditer(text))):
         if (content := _in_braces(text, box.end())) is not None:
             return box.start(), content.strip()
@@ -43,7 +43,7 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """None: the brace is never closed. Escaped braces are text."""
+    """Returns None if the brace is never closed. Escaped braces are text."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":

@@ -1,7 +1,4 @@
-"""Tasks: the protocol, finding one by name, and checking its problems.
-
-A task is the user's code: an error in it becomes one line that names task and place.
-"""
+"""Tasks. A task is the user's code: an error in it becomes one line that names task and place."""
 
 from __future__ import annotations
 
@@ -56,8 +53,8 @@ class PreparesRecords(Protocol):
 
         record: columns as `task.columns` names them, JSON values, a `problem_id`.
 
-        Equal rows give equal problems. A problem made here is returned unchanged: `tlt task --out` writes
-        such files, which are data again.
+        Equal rows give equal problems. A problem made here is returned unchanged, since `tlt task --out`
+        writes such data.
         """
         ...
 
@@ -95,7 +92,7 @@ def get_task(name: str) -> Task:
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Raises UserError for unknown options, any error of the task, and a broken protocol."""
+    """Raises UserError for unknown options and any error of the task."""
     task = get_task(name)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
@@ -138,8 +135,7 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
 def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
-    """Turns (place, row) pairs into (place, problem) pairs. Equal problems of one id count once. Raises
-    UserError."""
+    """Makes problems of the rows, by place. Equal problems of one id count once. Raises UserError."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]

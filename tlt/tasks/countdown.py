@@ -1,4 +1,4 @@
-"""Countdown: reach a target from a few numbers, using every number exactly once.
+"""Countdown: reach a target, using every number exactly once.
 
 A step replaces two numbers by their sum, difference, product or quotient, a positive integer. The text a
 model reads and writes:
@@ -142,7 +142,7 @@ class Countdown(ExactTask):
         return self.draw_each(num, seed, split, draw)
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """The text after the last `!`; the search before it is not judged."""
+        """The text after the last `!`."""
         _, mark, answer = response_text.rpartition("!")
         return answer if mark else None
 

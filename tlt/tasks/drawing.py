@@ -1,5 +1,5 @@
 """Draws problems under PYTHONHASHSEED=0: libraries that iterate over sets then draw the same in every
-process, on every rank and after a resume."""
+process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tlt.base.types import UserError
 
 
 def draw_alike(place: str, function: str, *arguments: Any) -> Any:
-    """Calls `function` ("module:name") in a process of its own, unless hashes are fixed here. Arguments
-    and result are JSON. Raises UserError."""
+    """Calls "module:name" in a process of its own, unless hashes are fixed here. Arguments and result are
+    JSON. Raises UserError."""
     if not sys.flags.hash_randomization:
         mistake, drawn = _call(place, function, arguments)
     else:

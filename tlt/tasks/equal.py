@@ -1,7 +1,7 @@
-"""Whether two answers are equal as mathematics: plain numbers exactly, anything else by math-verify.
+"""Compares answers as mathematics: plain numbers exactly, anything else by math-verify.
 
-math-verify compares decimals to six places: all tiny numbers are equal. Here a decimal equals numbers of
-its value; from six digits on it may round a fraction or an irrational number.
+math-verify compares decimals to six places: all tiny numbers are equal. Here a decimal equals numbers of its
+value; from six digits on it may round a fraction or an irrational number.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 
 @dataclass(frozen=True)
 class Measured:
-    """A number as it is written.
-
-    digit: worth of the last digit; None: a fraction.
-    unit: the words behind it.
+    """digit: worth of the last digit; None: a fraction.
+    unit: the words behind the number.
     """
 
     value: Fraction
@@ -132,14 +130,14 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _as_word(text: str) -> str | None:
-    """None: no word, or so short that it may be a product of variables."""
+    """None, too, for a word so short that it may be a product of variables."""
     words = " ".join(_TEXT.sub(r" \1 ", text).replace("$", "").lower().rstrip(". ").split())
     return words if len(words) > 2 and words.replace(" ", "").isalpha() else None
 
 
 def _is_list(answer: str) -> bool:
-    """Whether an answer lists numbers: math-verify takes equal ones, `5, 5`, for one. Commas in
-    parentheses are a function's or a point's."""
+    """math-verify takes a list of equal numbers, `5, 5`, for one. Commas in parentheses are a function's or a
+    point's."""
     outside = re.sub(r"\([^()]*\)", "", re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer))
     return re.search(r",|;|\b(?:and|or)\b", outside) is not None
 
@@ -157,7 +155,6 @@ def _as_latex(answer: str) -> str:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
-    """Returns (parse, verify), without alarms, and comparing numbers relatively."""
     require_math_verify()
     import math_verify
 
@@ -168,8 +165,8 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[..., bool]]:
 
 
 def _own_grader() -> Any:
-    """A copy of math-verify's grader that compares numbers relatively: the user's reward functions may
-    import the original."""
+    """A copy of math-verify's grader with our `_are_close`: the user's reward functions may import the
+    original."""
     spec = importlib.util.find_spec("math_verify.grader")
     assert spec is not None, "math-verify is installed"
     assert spec.loader is not None, "it is a file"
@@ -189,8 +186,7 @@ def _own_grader() -> Any:
 
 
 def _are_close(a: Any, b: Any) -> bool:
-    """Whether two sympy expressions have one value. A decimal is compared to six digits, unless both
-    decimals end."""
+    """Compares two sympy expressions: decimals to six digits, unless both end."""
     from sympy import Float, Rational
 
     a, b = (x.doit() for x in (a, b))

@@ -61,10 +61,10 @@ class ExactTask:
         return {"reward": float(solved), "solved": solved}
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """Returns the answer, sought after any thinking.
+        """Seeks the answer after any thinking.
 
-        Optional columns: `search`; `thinking_ends`, the tag before the answer ("": none); `in_thought`:
-        the response begins within a thought.
+        Optional columns: `search`; `thinking_ends`, the tag before the answer ("": none); `in_thought`: the
+        response begins within a thought.
         """
         in_thought = bool(problem.get("in_thought"))
         text = after_thinking(response_text, problem.get("thinking_ends"), in_thought)

@@ -5,9 +5,8 @@ r"""Mathematics with known answers: records of the usual data sets, scored by ma
     DAPO-17k, Eurus-2-RL  verl's columns: data_source, prompt (messages), ability, reward_model.ground_truth
     TRL's                 prompt (text or messages), and answer or solution
 
-math-verify bounds its time by SIGALRM. Here the reward worker's time-out (`rewards.timeout_seconds`) does,
-which also holds for sympy's C code. With `rewards.num_workers = 0` there is none: an answer such as
-`9^{9^{9^9}}` may stop the run.
+`rewards.timeout_seconds` bounds math-verify's time, sympy's C code included. With `rewards.num_workers = 0`
+nothing does: an answer such as `9^{9^{9^9}}` may stop the run.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ Other = Literal["refuse", "skip"]
 
 def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
     """The id is a digest of prompt and answer. Only questions that are text go into `template`. Raises
-    UserError for a record that is no mathematics, or lacks question or answer.
-    """
+    UserError for a record without question or answer, or of another subject."""
     if not is_mathematics(record):
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
     column, text = _answer_column(record)
@@ -57,7 +55,7 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
 
 
 def is_mathematics(record: Mapping[str, Any]) -> bool:
-    """Asks verl's column `ability`, if there is one."""
+    """Reads verl's column `ability`."""
     return str(record.get("ability") or "math").lower().startswith("math")
 
 
@@ -119,7 +117,7 @@ class Math(ExactTask):
         search: Search = "marked",
         other: Other = "refuse",
     ) -> list[Record]:
-        """Up to `num` problems of a file, in an order drawn by `seed`. Equal problems count once.
+        """Gives up to `num` problems. Equal problems count once.
 
         train      JSONL of records, relative to the working directory
         test       JSONL of held-out records; default: one question in eight of `train`, chosen by its text
@@ -146,7 +144,6 @@ class Math(ExactTask):
         return chosen[:num]
 
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
-        """A problem made here is returned unchanged."""
         defaults = {"template": INSTRUCTION, "search": "marked", "other": "refuse"}
         if unknown := set(options) - set(defaults):
             raise UserError(
@@ -170,7 +167,6 @@ class Math(ExactTask):
         is_equal("x+1", "1+x")
 
     def is_right(self, problem: Record, answer: str) -> bool:
-        """Rows of `task.data` may have their answer in any column that `gold_answer` reads."""
         return is_equal(gold_answer(problem), answer)
 
 

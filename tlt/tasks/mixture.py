@@ -1,4 +1,4 @@
-"""Several tasks as one: problems of each by weight, every response scored by the task of its problem.
+"""Several tasks as one, with problems of each by weight.
 
     [task]
     name = "mixture"
@@ -10,8 +10,7 @@
     options = { max_terms = 4 }
     label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
 
-A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum",
-…}
+A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class Mixture:
             warm_up(get_task(part.name), part.options)
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """The task that made the problem gets it as it made it."""
         own = {key: value for key, value in problem.items() if key not in ("task", "scored_by")}
         own["problem_id"] = str(problem["problem_id"]).removeprefix(f"{problem['task']}/")
         return get_task(problem["scored_by"]).score(own, response_text)

@@ -20,7 +20,6 @@ _MINUS_SIGNS = str.maketrans("\u2212\u2013", "--")  # the minus sign and the en 
 
 
 def to_number(text: str) -> Fraction | None:
-    """None: no plain number."""
     plain = _SEPARATOR.sub(",", text[: 2 * LONGEST].strip().translate(_MINUS_SIGNS))
     plain = plain.replace("\\$", "").replace("$", "").removesuffix(".").strip()
     match = _EXACT.fullmatch(plain)
@@ -35,7 +34,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 def gold_text(value: object) -> str | None:
-    """None: neither text nor a finite number. A float gets 15 digits: 0.1 + 0.2 is 0.3."""
+    """A float gets 15 digits: 0.1 + 0.2 is 0.3. None: neither text nor a finite number."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

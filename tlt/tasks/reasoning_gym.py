@@ -2,9 +2,8 @@
 
     --task.name reasoning-gym:chain_sum --task.options.max_terms 4
 
-A problem records how to make it again: some metadata do not survive JSON. A question's split follows from
-its text: a generator that repeats itself under another seed puts no test question into training. Problems
-are drawn and scored under PYTHONHASHSEED=0, since some generators iterate over sets.
+A problem records how to make it again, since some metadata do not survive JSON. Its text determines its
+split, since a generator may repeat itself under another seed.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ class ReasoningGym:
 
 
 def draw_entries(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
-    """Questions differ, and are the same in every process."""
     _check_options(name, options)
     function = f"{__name__}:_draw_here"
     drawn = draw_alike(f"task reasoning-gym:{name}", function, name, num, seed, split, options)
@@ -171,7 +169,8 @@ def _settings(source: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _make_dataset(name: str, settings: str) -> Any:
-    """Lists become tuples where its configuration has tuples. Raises UserError for refused options."""
+    """Lists become tuples where the generator's configuration has tuples. Raises UserError for refused
+    options."""
     dataset, config = _generators()[name]
     defaults, values = config(), json.loads(settings)
     for option, value in values.items():
@@ -190,7 +189,7 @@ def _make_dataset(name: str, settings: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
-    """Cached: a group's samples share an entry. The generator's prints are dropped."""
+    """Cached: a group's samples share an entry."""
     with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry

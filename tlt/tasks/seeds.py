@@ -19,7 +19,7 @@ MAX_SEED = 2**31
 
 class Seeds:
     def problems(self, num: int, seed: int, split: str, **columns: Any) -> list[Record]:
-        """Held-out seeds are odd, those of training even. columns: given to the environment as they are."""
+        """Held-out seeds are odd, those of training even. columns: given to the environment."""
         is_test = check_split("seeds", split) == "test"
         drawn = random.Random(f"seeds {split} {seed}").sample(range(0, MAX_SEED, 2), num)
         return [{"problem_id": f"seed-{n + is_test}", "seed": n + is_test, **columns} for n in drawn]

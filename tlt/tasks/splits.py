@@ -1,5 +1,4 @@
-"""The train and test splits: a function of a problem's content alone, so that they are disjoint whatever
-the seeds."""
+"""The train and test splits. A problem's content alone decides: they are disjoint whatever the seeds."""
 
 from __future__ import annotations
 

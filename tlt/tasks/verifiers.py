@@ -1,5 +1,5 @@
-"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: one turn of text, rewarded by the conversation
-alone. Those of several turns need their environment, too (environments/verifiers.py).
+"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks of one turn. Those of several turns need their
+environment, too (environments/verifiers.py).
 
     --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
     --task.name verifiers:FILE.py       a module, wherever it lies
@@ -29,7 +29,7 @@ _PATIENCE = 32
 
 
 class Verifiers:
-    """A reward is the weighted sum of the taskset's reward functions. Raises UserError."""
+    """Raises UserError."""
 
     def __init__(self, name: str) -> None:
         is_file = name.endswith(".py")
@@ -109,7 +109,6 @@ class Verifiers:
         return self.task_class(read, self._make(options).config.task)
 
     def _make(self, options: Mapping[str, Any]) -> Any:
-        """Raises UserError for refused options and for needs that TLT does not meet."""
         from pydantic import ValidationError
         from verifiers.v1 import TasksetConfig
         from verifiers.v1.utils.generic import concrete_type
@@ -205,7 +204,7 @@ def begin_trace(task: Any) -> Any:
 
 
 def make_nodes(trace: Any, messages: Sequence[Any], sampled: bool = False) -> None:
-    """Appends to the conversation. sampled: by the policy."""
+    """sampled: by the policy."""
     from verifiers.v1.graph import MessageNode
 
     for message in messages:

@@ -1,10 +1,10 @@
-"""Processes that run the user's code one call after another: the parent's side, and the loop in them.
+"""Processes that run the user's code one call after another.
 
     parent    Worker.answer ─▶ pipe: Asked ─▶ the worker's function
     worker    ready, or an error ◀─ serve() ─▶ pipe: Answered, for every call
 
-A worker that dies, is late, or sends no answer to its call is lost, and killed. Each has its own pipe,
-which tells the call of a lost worker.
+A worker that dies, is late, or sends no answer to its call is lost, and killed. Its own pipe tells which call
+was lost.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class Answered(NamedTuple):
 
 
 class WorkerLost(Exception):
-    """The text says how.
-
-    had_call: it had, or may have, taken up the call.
-    """
+    """had_call: it had, or may have, taken up the call."""
 
     def __init__(self, how: str, had_call: bool) -> None:
         super().__init__(how)
@@ -49,12 +46,12 @@ class WorkerLost(Exception):
 
 
 class CannotStart(Exception):
-    """The user's code cannot be imported; the next worker could not import it, either."""
+    """The user's code cannot be imported, by the next worker either."""
 
 
 class Worker:
-    """function: "package.module:name", called with the pipe and `spec`; it calls `serve`.
-    fits: whether an answer is one to this call: the user's code could write to the pipe.
+    """function: "package.module:name", called with the pipe and `spec`.
+    fits: whether an answer is to this call: the user's code could write to the pipe.
     done: what an answer means, for errors.
     """
 
@@ -90,12 +87,12 @@ class Worker:
         raise self._lost(NO_ANSWER, had_call=True)
 
     def kill(self) -> None:
-        """Another thread that reads the pipe finds its end."""
+        """A thread that reads the pipe finds its end."""
         self._helper.kill()
         self.is_killed = True
 
     def _await_start(self) -> str:
-        """Returns why the worker cannot begin; "": it can."""
+        """Returns why the worker cannot begin, or ""."""
         if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
             raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
         reason = self._read(had_call=False)
@@ -129,10 +126,8 @@ class Closed(Exception):
 
 
 class WorkerSlot:
-    """A thread's worker, started ahead of its first call and replaced when killed.
-
-    The first death starts a spare: code that imports much takes longer to start than to answer.
-    """
+    """A thread's worker, started ahead of its first call. The first death starts a spare: code that imports
+    much takes longer to start than to answer."""
 
     def __init__(self, start: Callable[[], Worker]) -> None:
         self._start = start
@@ -158,7 +153,7 @@ Result = TypeVar("Result")
 
 
 class Crew(Generic[Job, Result]):
-    """Workers that answer jobs, a thread for each. Used from one thread; only `get` waits.
+    """One thread drives each worker. Used from one thread; only `get` waits.
 
     start: a new worker.
     answer: the result of a job; what it raises is a result, too.
@@ -182,7 +177,7 @@ class Crew(Generic[Job, Result]):
         self._jobs.put(job)
 
     def tell(self, job: Job, result: Result) -> None:
-        """A result that needs no worker."""
+        """Gives a result that needs no worker."""
         self._done.put((job, result))
 
     @property
@@ -190,7 +185,7 @@ class Crew(Generic[Job, Result]):
         return not self._done.empty()
 
     def get(self, timeout: float | None) -> tuple[Job, Result | Exception]:
-        """timeout: in seconds; None: until one comes. Raises Empty."""
+        """timeout: in seconds; None: no limit. Raises Empty."""
         return self._done.get(timeout=timeout)
 
     def drop_jobs(self) -> None:
@@ -200,7 +195,6 @@ class Crew(Generic[Job, Result]):
                 self._jobs.get_nowait()
 
     def close(self) -> None:
-        """May be called twice."""
         self.drop_jobs()
         with self._lock:
             self.is_closed = True
@@ -240,9 +234,7 @@ def serve(
     begin: Callable[[], Callable[[Any], Any]],
     refuse: Callable[[Any, str], Any],
 ) -> None:
-    """Sends why the worker cannot begin, or "", then answers until the pipe ends.
-
-    In a fork of the user's code that returns here the pipe is closed, so that it ends, too.
+    """Answers until the pipe ends. A fork of the user's code that returns here ends, too: its pipe is closed.
 
     begin: imports the user's code; its result answers calls.
     refuse: the answer to a call that raised, and why.

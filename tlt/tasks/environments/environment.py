@@ -1,4 +1,4 @@
-"""Environments: what answers the policy between its turns, in TRL's contract.
+"""Environments answer the policy between its turns, by TRL's contract.
 
     tools      typed functions with docstrings
     factory    a class without arguments: `reset(**row) -> str | None`, public methods that are tools, and
@@ -7,7 +7,7 @@
 
 An instance is a value: it is pickled after every call and loaded before the next, in any worker, on any rank,
 in a later attempt. Its class can say how (`__getstate__`). What it draws from Python's and NumPy's generators
-is a function of its problem and of how often it was asked. The code here runs in workers.
+is a function of its problem and of how often it was asked. Workers run the code here.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Its values survive JSON. factories: by name, which the row's column `environment` gives; of a single
-    one the name is ""."""
+    """Its values survive JSON. factories: by the name in a row's column `environment`; a single one's
+    is ""."""
 
     tools: Sequence[str] = ()
     factories: Mapping[str, str] = field(default_factory=dict)
@@ -54,9 +54,7 @@ class EnvironmentSpec:
 
 
 class Ask(NamedTuple):
-    """A question to an environment.
-
-    state: the environment before it, as "number of questions:pickle"; "": a new one, after `reset(**row)`.
+    """state: the environment before it, as "number of questions:pickle"; "": a new one, after `reset(**row)`.
     name, arguments: of a call.
     messages: the conversation, for `respond`.
     """
@@ -87,7 +85,7 @@ class ToolError(Exception):
 
 
 class Environments:
-    """The user's code. Raises UserError for what is not found or is of no use."""
+    """Raises UserError for code that is not found or of no use."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.spec = spec
@@ -100,8 +98,7 @@ class Environments:
         self._schemas: dict[str, list[dict[str, Any]]] = {}
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The tools of a row's environment, for the chat template. UserError for a tool without types or
-        docstring."""
+        """The tools of a row's environment. Raises UserError for a tool without types or docstring."""
         name = self.name_of(row)
         if name not in self._schemas:
             self._schemas[name] = self._describe(row)
@@ -134,7 +131,7 @@ class Environments:
         return self.respond is not None or any(own)
 
     def answer(self, ask: Ask) -> Answer:
-        """Errors of a call are said to the policy; others are raised (`refuse`)."""
+        """The policy reads errors of a call; others are raised."""
         instance, observation = self._instance(ask)
         number = num_asked(ask.state) + 1
         if instance is not None:
@@ -164,7 +161,6 @@ class Environments:
         return Answer(None if said is None else _text(said), write_state(number, instance))
 
     def _call(self, instance: Any, name: str, arguments: Any) -> Any:
-        """Raises ToolError."""
         tools = self._tools_of(instance)
         if name not in tools:
             raise ToolError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
@@ -181,7 +177,7 @@ class Environments:
             raise ToolError(hide(one_line(error, 300))) from None
 
     def _instance(self, ask: Ask) -> tuple[Any, Any]:
-        """(environment, what its reset said)."""
+        """Returns the environment, and what its reset said."""
         if ask.state:
             return read_instance(ask.state), None
         seed_generators(ask.row, 0)
@@ -220,7 +216,7 @@ def say_error(what: str) -> str:
 
 
 def write_state(number: int, instance: Any) -> str:
-    """As `Ask.state`. number: of questions so far."""
+    """number: of questions so far."""
     return "" if instance is None else f"{number}:{dump(instance)}"
 
 
@@ -233,14 +229,14 @@ def read_instance(state: str) -> Any:
 
 
 def seed_generators(row: Mapping[str, Any], number: int) -> None:
-    """Python's and NumPy's, so that the same question to the same problem draws the same in any worker."""
+    """The same question to the same problem then draws the same in any worker."""
     seed = zlib.crc32(f"{row.get('problem_id')}/{number}".encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what the user's code draws from
 
 
 def dump(instance: Any) -> str:
-    """UserError for an environment that cannot be pickled, or is too large."""
+    """Raises UserError for an environment that cannot be pickled, or is too large."""
     if instance is None:
         return ""
     place, remedy = f"environment.factory: {type(instance).__name__}", "give its class __getstate__"
@@ -290,7 +286,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _text(said: Any) -> str:
-    """As TRL: `str`, or the texts of content blocks. Raises ToolError."""
+    """As TRL, joins the texts of content blocks. Raises ToolError."""
     if (
         isinstance(said, list)
         and said

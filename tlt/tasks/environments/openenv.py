@@ -1,10 +1,10 @@
-"""Environments that an OpenEnv server holds, where an action and an observation have a text each.
+"""Environments on an OpenEnv server, where an action and an observation have a text each.
 
     environment.factory = "tlt.tasks.environments.openenv:Client"
     {"base_url": "http://127.0.0.1:8000", "action": "message", "observation": "text", "seed": 3}
 
-A session lasts for one question: it is begun by the seed and told again what the policy has said. So a server
-needs no more sessions than there are workers, and any worker can go on.
+A session lasts for one question: it begins with the seed, and is told again what the policy has said. Any
+worker can go on, and the server needs only a session for each.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Client:
         return self.reward
 
     def _play(self) -> str | None:
-        """What the environment says last; None: it has ended. UserError where it does not say again what it
-        had said."""
+        """Returns the environment's last words, or None at its end. Raises UserError where it does not repeat
+        itself."""
         with GenericEnvClient(base_url=self.base_url).sync() as server:
             results = [server.reset() if self.seed is None else server.reset(seed=self.seed)]
             results += [server.step({self.action: text}) for text in self.spoken]

@@ -5,8 +5,8 @@
                           ▼ │
                     worker process, killed at the time-out
 
-A call that is late, or ends its process, is an error that the policy reads; the environment then is as it was
-before the call. It is not tried again: the call may have had effects.
+The policy reads an error for a call that is late or ends its process; the environment then is as it was
+before. The call is not tried again: it may have had effects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Job(NamedTuple):
 
 
 class EnvironmentPool(Generic[Key]):
-    """Used from one thread; nothing waits. timeout_seconds: of a single question."""
+    """Used from one thread; nothing waits. timeout_seconds: for one question."""
 
     def __init__(self, spec: EnvironmentSpec, num_workers: int, timeout_seconds: float) -> None:
         self.spec, self.timeout_seconds = spec, timeout_seconds
@@ -56,7 +56,7 @@ class EnvironmentPool(Generic[Key]):
         self._crew.put(job)
 
     def tell(self, key: Key, answer: Answer) -> None:
-        """An answer that needs no worker."""
+        """Gives an answer that needs no worker."""
         job = self._pending[key] = _Job(key, Ask("call", {}), time.monotonic())
         self._crew.tell(job, answer)
 
@@ -65,8 +65,7 @@ class EnvironmentPool(Generic[Key]):
         return self._crew.has_results
 
     def collect(self, timeout: float | None = 0.0) -> list[Told[Key]]:
-        """timeout: seconds to wait for the first; None: until it comes. Raises UserError where no worker
-        starts."""
+        """timeout: seconds to wait for the first; None: no limit. Raises UserError where no worker starts."""
         told: list[Told[Key]] = []
         while True:
             try:
@@ -86,7 +85,6 @@ class EnvironmentPool(Generic[Key]):
         self._crew.drop_jobs()
 
     def close(self) -> None:
-        """May be called twice."""
         self._crew.close()
 
     def _answer(self, job: _Job, slot: WorkerSlot) -> Answer:

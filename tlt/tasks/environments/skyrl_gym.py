@@ -3,7 +3,7 @@
     environment.factory = "tlt.tasks.environments.skyrl_gym:Env"
     {"env_class": "gsm8k_multi_turn", "prompt": […], "reward_spec": {"ground_truth": "7"}, …}
 
-Instances are pickled between turns; a connection that an environment holds must survive that.
+A connection that an environment holds must survive pickling between turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Env:
     ) -> str | None:
         """env_class: a registered name, or a class as "module:Class" or "FILE.py:Class".
         env_config: what SkyRL configures for this kind of environment.
-        row: all other columns are the environment's extras."""
+        row: the environment's extras.
+        """
         prompt = row.get("messages") or row.get("prompt") or []
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         settings = {"env_config": OmegaConf.create(dict(env_config or {})), "extras": row}
@@ -69,7 +70,7 @@ class Env:
 
 
 def _added(given: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, Any]]) -> str | None:
-    """What `init` wrote behind the prompt. UserError for another prompt."""
+    """Returns what `init` wrote behind the prompt. Raises UserError for another prompt."""
     if [*shown] == [*given]:
         return None
     text = "".join(str(message["content"]) for message in given)

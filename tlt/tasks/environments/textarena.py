@@ -1,9 +1,7 @@
-"""Games of textarena that one player plays against the game itself.
+"""Games of textarena for one player.
 
-    environment.factory = "tlt.tasks.environments.textarena:Game"
-    {"game": "GuessTheNumber-v0", "seed": 3, "options": {"max_turns": 6}}
-
-A row names the game.
+environment.factory = "tlt.tasks.environments.textarena:Game"
+{"game": "GuessTheNumber-v0", "seed": 3, "options": {"max_turns": 6}}
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _OF_THE_GAME = {kind for kind in ta.ObservationType if kind is not ta.Observatio
 
 
 class Game:
-    """What the policy says is its move; what the game says to it is the next message."""
+    """The policy says its move, and the game the next message."""
 
     def reset(
         self,
@@ -36,7 +34,7 @@ class Game:
         in_thought: bool = False,
         **row: Any,
     ) -> str:
-        """options: of the game's class, in place of those that it is registered with."""
+        """options: replace those that the game is registered with."""
         self.in_thought = in_thought
         random.seed(seed)  # games draw from Python's own generator
         env = ta.make(game, **(options or {}))
@@ -59,11 +57,11 @@ class Game:
         return None if is_over else self._said()
 
     def get_reward(self) -> float:
-        """The game's own; 0 for one that did not end."""
+        """A game that did not end gives 0."""
         rewards, _ = self.env.close()
         return float(rewards[0]) if rewards else 0.0
 
     def _said(self) -> str:
-        """What is new to the player, but for its own moves. A wrapper would tell all of it again."""
+        """A wrapper would tell the player everything again, its own moves too."""
         _, observations = self.env.get_observation()
         return "\n".join(text for _, text, kind in observations if kind in _OF_THE_GAME)

@@ -6,7 +6,7 @@
            ◀── its reply ───────────────────┘
 
 A coroutine cannot be kept between two turns. So every question runs `run` from its beginning, with the
-replies so far, up to the turn that has none yet.
+replies so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Env:
         in_thought: bool = False,
         **row: Any,
     ) -> str | None:
-        """taskset, options, data: as the task verifiers:NAME writes them."""
+        """taskset, options, data: from a problem of verifiers:NAME."""
         self.taskset, self.options, self.data = taskset, dict(options), dict(data)
         self.in_thought = in_thought
         self.replies: list[str] = []
@@ -57,12 +57,12 @@ class Env:
         return self._play().waits_for
 
     def get_reward(self) -> float:
-        """Of a conversation that the policy's last turn ended, if `run` has not."""
+        """`run` may not have ended when the policy's last turn does."""
         agents = self._play(is_over=True)
         return float(agents.trace.reward)
 
     def _play(self, is_over: bool = False) -> _Agents:
-        """Raises UserError where `run` does not say again what it had said."""
+        """Raises UserError where `run` does not repeat itself."""
         verifiers = Verifiers(self.taskset)
         task = verifiers.task_of(self.data, self.options)
         env = _environment(verifiers, self.options)
@@ -80,7 +80,7 @@ class Env:
 
 
 def _environment(verifiers: Verifiers, options: Mapping[str, Any]) -> Any:
-    """UserError unless it has one agent, who then is the policy, without a harness of verifiers."""
+    """Raises UserError unless the environment has one agent without a harness of verifiers: the policy."""
     kind, given = env_config_type(verifiers.id), {"taskset": {"id": verifiers.id, **options}}
     names = [*agent_config_fields(kind.model_validate(given))]
     if len(names) != 1:
@@ -101,13 +101,12 @@ async def _run(env: Any, task: Any, agents: _Agents) -> None:
 
 
 class _Waits(BaseException):
-    """The policy has not replied yet; `except Exception` of an environment does not catch it."""
+    """The policy has not replied yet. An environment's `except Exception` does not catch it."""
 
 
 class _Agents:
-    """The policy as the environment's only agent.
-
-    heard: what `run` said before each of the policy's turns; None: nothing, for the task's prompt came first.
+    """heard: what `run` said before each of the policy's turns; None: nothing, for the task's prompt came
+    first.
     """
 
     def __init__(self, taskset: str, config: Any, task: Any, replies: Sequence[str], is_over: bool) -> None:

@@ -1,4 +1,4 @@
-"""Rewards, computed in worker processes beside the generation.
+"""Scores responses in worker processes, beside the generation.
 
     submit      a response: its task's own score ───┐
     complete    a group: its reward functions ──────┴▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
@@ -71,7 +71,7 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
-    """Raises UserError where no response could be scored: the task is at fault."""
+    """Raises UserError where no response could be scored."""
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
@@ -81,8 +81,8 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
 
 
 def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
-    """Names reward functions that give all responses the same: no error, since a hard task may begin
-    without any reward."""
+    """Names reward functions that give all responses the same, which is no error at a hard task's
+    beginning."""
     scored = [reward.parts for reward in rewards if reward.is_scored]
     if len(scored) < 2:
         return []
@@ -101,7 +101,7 @@ class Job(NamedTuple):
 
 @dataclass
 class Pending:
-    """own: the task's score; of_functions: the reward functions'. None: not given yet, or never."""
+    """None: not given yet, or never."""
 
     response: Completion
     own: Reward | None = None
@@ -109,7 +109,7 @@ class Pending:
 
 
 class RewardPool:
-    """Scores responses in worker processes. Used from one thread; `submit` and `complete` never wait.
+    """Used from one thread; `submit` and `complete` never wait.
 
     num_workers: 0 scores inside `submit` and `complete`, without time-out, to debug a task.
     timeout_seconds: of a response, once a worker takes it up; a group of n has n times as long.
@@ -147,7 +147,7 @@ class RewardPool:
             self._crew.tell(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
 
     def complete(self, group: Sequence[ResponseId]) -> None:
-        """Queues a submitted group for the reward functions, if any."""
+        """Queues a submitted group for the reward functions."""
         if self.by_group:
             responses = tuple(self._pending[response_id].response for response_id in group)
             self._queue(Job(tuple(group), Call(responses, True)))
@@ -163,7 +163,6 @@ class RewardPool:
             self._crew.put(job)
 
     def collect(self) -> dict[ResponseId, Reward]:
-        """Returns without waiting."""
         rewards: dict[ResponseId, Reward] = {}
         with contextlib.suppress(Empty):
             while True:
@@ -171,10 +170,9 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[ResponseId, Reward]:
-        """Waits for everything submitted. A call takes at most two time-outs, and the start of a worker
-        where one has died.
+        """A call takes at most two time-outs, and the start of a worker where one has died.
 
-        patience: seconds until UserError; infinite where no other rank waits.
+        patience: seconds until UserError.
         """
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX / 2)  # a queue refuses more
         rewards: dict[ResponseId, Reward] = {}
@@ -199,7 +197,6 @@ class RewardPool:
         self._crew.drop_jobs()
 
     def close(self) -> None:
-        """May be called twice."""
         self.abandon()
         self._crew.close()
         self._scorer.close()
@@ -211,7 +208,7 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
-        """Leaves out abandoned and withdrawn responses. Raises Empty."""
+        """Leaves out abandoned responses. Raises Empty."""
         job, result = self._crew.get(timeout)
         rewards: dict[ResponseId, Reward] = {}
         for number, (response_id, response) in enumerate(

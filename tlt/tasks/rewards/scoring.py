@@ -6,9 +6,8 @@ A task scores each response alone, a reward function a group, called as by TRL (
     f(prompts=[p, p], completions=[c, d], completion_ids=[[…], […]], **columns, trainer_state=…, …) ->
     [float | None, float | None]
 
-A function with the parameter `environments` gets the instances, too, as each response left them.
-
-Both are the user's code: an exception becomes the error of the call's responses.
+A function with the parameter `environments` gets the instances, too, as each response left them. An exception
+becomes the error of the call's responses.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MAX_METRICS, MAX_NAME = 100, 100
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """The rule of scoring; its values survive JSON."""
+    """Its values survive JSON."""
 
     task: str
     """Name of a task of TLT, or of the user's code (`tlt.base.io.plugins`)."""
@@ -85,7 +84,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of transformers' TrainerState that reward functions get."""
+    """As transformers' TrainerState, which reward functions get."""
 
     global_step: int
 
@@ -100,14 +99,12 @@ class RewardFunction:
     call: Callable[..., Any] = field(repr=False)
 
     def arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """A function with **kwargs takes all."""
         parameters = inspect.signature(self.call).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return dict(offered)
         return {name: offered[name] for name in parameters if name in offered}
 
     def check(self, offered: Mapping[str, Any]) -> None:
-        """Raises UserError for an argument that is not offered."""
         try:
             inspect.signature(self.call).bind(**self.arguments(offered))
         except TypeError as error:
@@ -122,7 +119,7 @@ class Unscorable(Exception):
 
 
 class Scorer:
-    """Scores responses by a RewardSpec. Raises UserError for an unknown task or function.
+    """Raises UserError for an unknown task or function.
 
     Coroutines share an event loop that lives as long as the scorer: clients keep their connections.
     """
@@ -182,9 +179,7 @@ class Scorer:
     def combine(
         self, own: Reward | None, of_functions: Reward | None, response: Completion | None = None
     ) -> Reward:
-        """Joins a response's parts.
-
-        own: the task's own score; None: it does not count.
+        """own: the task's own score; None: it does not count.
         of_functions: the functions' weighted sum; None: there are none.
         response: of which an environment may have given a reward.
         """
@@ -241,7 +236,6 @@ class Scorer:
         return Reward(total, False, "", parts, metrics, _task_of(response))
 
     def _call_functions(self, offered: Mapping[str, Any], num: int) -> list[list[Any]]:
-        """Coroutines run side by side."""
         results = [_attempt(function, offered) for function in self.functions]
         awaited = iter(self._await([result for result in results if inspect.isawaitable(result)]))
         given = []
@@ -297,7 +291,7 @@ def _task_of(response: Completion) -> str:
 
 
 def _unscored(response: Completion, error: BaseException) -> Reward:
-    """KeyboardInterrupt is no reason: a worker handles it itself."""
+    """A worker handles KeyboardInterrupt itself."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     why = hide(str(error)) if isinstance(error, Unscorable) else describe(error)
@@ -305,8 +299,7 @@ def _unscored(response: Completion, error: BaseException) -> Reward:
 
 
 def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
-    """A column is None where a problem lacks it. `log_extra` does nothing: no table of completions is
-    kept."""
+    """A column is None where a problem lacks it. `log_extra` does nothing."""
     problems = [response.problem for response in group]
     prompts = [_prompt_of(problem) for problem in problems]
     columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]
@@ -322,7 +315,6 @@ def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[
 
 
 def _environment_of(response: Completion) -> Any:
-    """As the response has left it. Raises Unscorable."""
     from tlt.tasks.environments.environment import read_instance  # only here: few functions read them
 
     turns = response.turns or Turns()
@@ -344,7 +336,7 @@ def _completion(prompt: Any, response: Completion) -> Any:
 
 
 def _log_metric(logged: dict[str, list[float]], name: Any, value: Any) -> None:
-    """Names go into the run's records: short, and without credentials. Raises ValueError for too many."""
+    """Shortens names and hides credentials in them, for the run's records. Raises ValueError for too many."""
     text = hide(" ".join(visible(str(name)).split()))
     text = text if len(text) <= MAX_NAME else text[: MAX_NAME - 1] + "…"
     if text not in logged and len(logged) == MAX_METRICS:

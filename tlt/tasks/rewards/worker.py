@@ -1,4 +1,4 @@
-"""A process that scores responses one after another (tasks/workers.py)."""
+"""A process that scores responses."""
 
 from __future__ import annotations
 
