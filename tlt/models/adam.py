@@ -12,8 +12,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def adam_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The optimizer's own tensors. Before the first step they are created as Adam creates them: zeros,
-    sharded like the parameter; the step count on the CPU."""
+    """Before the first step the tensors are created as Adam creates them: zeros, sharded like the parameter;
+    the step count on the CPU."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros(())

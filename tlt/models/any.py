@@ -1,9 +1,7 @@
 """Any decoder of transformers, for the update and for the engine.
 
-    transformers' modeling file ── q, k, v of a layer ──▶ attention(…, attend) ──▶ attention over our caches
-    embedding, rotary positions, norms, MLPs, routers     scale, window, softcap, sinks: attention_form.py
-
-`hf/families.py` lists what was checked against transformers' own attention.
+transformers' modeling file ── q, k, v of a layer ──▶ attention(…, attend) ──▶ attention over our caches
+embedding, rotary positions, norms, MLPs, routers     scale, window, softcap, sinks: attention_form.py
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ class AnyTransformer(Policy):
 
     @property
     def stack(self) -> nn.Module:
-        """Hugging Face's `model`."""
         stack: nn.Module = getattr(self, self.stack_name)
         return stack
 
@@ -118,7 +115,6 @@ class AnyTransformer(Policy):
         inputs: Sequence[Tensor] = (),
         routing: Routing | None = None,
     ) -> Any:
-        """routing: of a model with experts, to record or to replay."""
         if self.config.is_hybrid and isinstance(attend, PackedCausal):
             assert attend.num_sequences == 1, "a state would go on from one sequence to the next"
         if self.config.mixes_heads:
@@ -144,7 +140,6 @@ class AnyTransformer(Policy):
         capture: Sequence[int],
         routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Target`."""
         captured: dict[int, Tensor] = {}
         kept = [index for index in capture if index < len(self.layers)]
         with _before_layers((self.layers[index], _keep_input(captured, index)) for index in kept):
@@ -289,7 +284,7 @@ def _attention(
     attend: Attention,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, N, H, D]. arguments: of the form, and what is ignored; UserError for any other."""
+    """Returns [1, N, H, D]. Raises UserError for arguments that are neither of the form nor ignored."""
     assert attention_mask is None, "a mask is made only for implementations that transformers knows"
     given = {name: value for name, value in arguments.items() if value is not None}
     assert given.pop("dropout", 0.0) == 0.0, "for_transformers sets it"

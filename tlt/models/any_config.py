@@ -1,4 +1,4 @@
-"""What engine, update and plan read of a model that transformers' own modeling file computes."""
+"""A model that transformers' own modeling file computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnyConfig(ModelConfig):
-    """raw: config.json whole, as JSON; the other fields are what engine and plan read.
+    """raw: config.json whole, as JSON.
     layer_windows: see `windows`.
     mixes_heads: whether layers have other head sizes or kv heads; head_dim, num_kv_heads: the largest.
     """
@@ -25,7 +25,6 @@ class AnyConfig(ModelConfig):
 
     @property
     def family(self) -> str:
-        """model_type."""
         return str(json.loads(self.raw)["model_type"])
 
     @property

@@ -1,12 +1,10 @@
 """transformers' modules with equal rows, on CPUs: a row's bits do not depend on the rows computed with it.
 
-    products with weights    compiled loops, by `Matrix`
-    attention                compiled loops, as in any.py
-    silu, gelu, sigmoid      made of exp and tanh: PyTorch's own round the last numbers of a tensor otherwise,
-                             which do not fill a vector
-    the rest                 PyTorch's: its norms, softmax, exp, tanh, sin and cos are alike in any company
-
-tests/unit/models/test_any_rows.py compares the bits of all families.
+products with weights    compiled loops, by `Matrix`
+attention                compiled loops, as in any.py
+silu, gelu, sigmoid      made of exp and tanh: PyTorch's own round the last numbers of a tensor otherwise,
+                         which do not fill a vector
+the rest                 PyTorch's: its norms, softmax, exp, tanh, sin and cos are alike in any company
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ WITH_SIGMOIDS = frozenset(("glm4_moe", "gpt_oss", "llama4_text"))
 
 
 class Matrix:
-    """A frozen weight in panels, where a module looks for its parameter: [O, I], or, of experts, [X, O, I].
-
-    PyTorch's functions of it come to `__torch_function__`.
-    """
+    """A frozen weight in panels, where a module looks for its parameter: [O, I], or, of experts, [X, O,
+    I]."""
 
     device = torch.device("cpu")
 
@@ -48,7 +44,7 @@ class Matrix:
         self.panels.load(given.mT if self.is_transposed else given)
 
     def transpose(self, *dims: int) -> Matrix:
-        """For `grouped_mm`, which wants [X, I, O]."""
+        """`grouped_mm` wants [X, I, O]."""
         assert not self.is_transposed
         return self
 
@@ -75,8 +71,8 @@ class Matrix:
 
 
 def put_matrices(model: nn.Module, family: str, head: nn.Module | None) -> dict[str, Matrix]:
-    """Replaces activations and the weights of all products but the head's. Returns these weights, by
-    parameter name."""
+    """Replaces activations and the weights of all products but the head's. Returns the weights by parameter
+    name."""
     routers = {id(router) for router in routers_of([model])}
     matrices: dict[str, Matrix] = {}
     for path, module in model.named_modules():

@@ -26,8 +26,8 @@ MASK_ENTRIES = 2**26
 
 
 def keep_to_steady_kernels() -> None:
-    """Disables cuDNN's attention: it plans for some hundred milliseconds per new shape, and every decoding
-    step has one."""
+    """cuDNN's attention plans for some hundred milliseconds per new shape, and every decoding step has
+    one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -40,7 +40,7 @@ def takes_no_groups(q: Tensor) -> bool:
 class PackedCausal:
     """Causal attention within each sequence of one flat batch (training, recomputation, prefill).
 
-    Sequence by sequence: without mask or padding, and no result depends on another sequence.
+    No result depends on another sequence.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -126,8 +126,8 @@ class SharedPrompts(PackedCausal):
         return out_MC[own_N]
 
     def _copies(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns indices of the tokens of all sequences, each with its prompt; which of those are a family's
-        own; the sequences' lengths."""
+        """Returns indices of the tokens of all sequences with their prompts, which of those are a family's
+        own, and the sequences' lengths."""
         copies: list[int] = []
         own_ones: list[int] = []
         lengths = []
@@ -239,7 +239,6 @@ def storing_prefill(
     layers_SKLD: Sequence[Tensor],
     slots: Sequence[int],
 ) -> Prefill:
-    """`StoringPrefill`, in compiled loops where there are any."""
     layer = layers_SKLD[0]
     loops = available.attention(layer.dtype, layer.device)
     if loops is None:
@@ -260,7 +259,7 @@ def cached(
     counts: Sequence[int] | None = None,
     positions_BT: Tensor | None = None,
 ) -> Cached | CompiledAttention:
-    """`Cached`, in compiled loops where there are any.
+    """Takes compiled loops where there are any.
 
     lengths: per sequence, the number of columns that its new tokens see; None: `length`.
     """
@@ -315,13 +314,13 @@ def cached_trees(
 class Cached:
     """T new tokens of each of B sequences attend over their cache, after their keys and values are written.
 
-    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values.
+    layers_SKLD: see `Cache`.
     columns_BT: columns of the new entries; `length` are read.
     mask_BTL: added to the scores; None: new tokens see all `length` entries.
     counts: new tokens of each sequence, without padding in input and output; None: T each.
     positions_BT: of the new tokens, where a window counts them; None: their columns (chains).
 
-    Query heads that share keys are folded into the query length. A layer shorter than `length` is a ring.
+    A layer shorter than `length` is a ring.
     """
 
     def __init__(
@@ -421,12 +420,12 @@ class Cached:
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
-    """int64[sum of counts]: flat indices of the first counts[b] tokens of each sequence."""
+    """int64[sum of counts]: flat indices of each sequence's first tokens."""
     return upload([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device)
 
 
 def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
-    """[num_tokens, X]: the rows of x at the indices `real_N`, zeros elsewhere. None: x itself."""
+    """[num_tokens, X]: x at the indices `real_N`, zeros elsewhere. None: x itself."""
     if real_N is None:
         return x_NX
     return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)

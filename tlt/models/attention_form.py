@@ -1,4 +1,4 @@
-"""What a layer's attention has beyond softmax(q·k / √D)·v over all earlier tokens, in plain PyTorch.
+"""What a layer's attention has beyond softmax(q·k / √D)·v over all earlier tokens.
 
 scale      Gemma, Granite                   softcap    Gemma 2
 window     Mistral, Gemma, OLMo 3, gpt-oss  sinks      gpt-oss
@@ -21,7 +21,7 @@ class AttentionForm:
     """scale: of the scores; None: 1 / √D.
     window: a token sees the last `window` tokens, itself included; None: all.
     softcap: scores become softcap · tanh(scores / softcap).
-    sinks_H: a score per head that takes weight and adds no value (gpt-oss).
+    sinks_H: a score per head that takes weight and adds no value.
     """
 
     scale: float | None = None
@@ -30,7 +30,6 @@ class AttentionForm:
     sinks_H: Tensor | None = None
 
     def is_plain_within(self, length: int) -> bool:
-        """Whether `length` tokens are attended to as if there were neither window, cap nor sinks."""
         is_wide = self.window is None or self.window >= length
         return is_wide and self.softcap is None and self.sinks_H is None
 
@@ -64,7 +63,7 @@ def attend_masked(
 
 
 def attend_causal(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, form: AttentionForm) -> Tensor:
-    """[H, T, D] of one sequence. Some queries at a time, with the keys that their windows reach."""
+    """[H, T, D] of one sequence."""
     length, device = q_HTD.shape[1], q_HTD.device
     parts = []
     for start in range(0, length, QUERIES_AT_ONCE):

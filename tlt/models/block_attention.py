@@ -3,7 +3,7 @@
     sequence   0 1 2 3 4 5 6 7           a block sees the sequence before its anchor, and all of itself
     block      . . . a m m m             a: its anchor, which stands at position 3; it sees 0 1 2
 
-Blocks are invisible to each other and to the sequence, whose keys and values are given.
+Blocks are invisible to each other and to the sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from tlt.models.decoder import ModelConfig
 
 
 class BlockAttention:
-    """An `Attend` for blocks. context: per layer, the rotated keys and the values of the packed sequences,
-    [N, 2 × kv heads, D]."""
+    """context: per layer, the rotated keys and the values of the packed sequences, [N, 2 × kv heads, D]."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""CPU kernels for training: oneDNN's products and the flash kernel, each where it is faster than the plain
-path beside its call."""
+"""CPU kernels for training: oneDNN's products and the flash kernel, where they are faster."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def can_multiply(x_NI: Tensor) -> bool:
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """The weight's gradient, a product of two activations, is not faster by oneDNN and stays with the BLAS
-    (benchmarks/log.md)."""
+    """The weight's gradient is not faster by oneDNN, and stays with the BLAS (benchmarks/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:

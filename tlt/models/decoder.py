@@ -3,8 +3,8 @@
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE
     features_NE ─ head ─▶ logits_NV
 
-Every caller runs a flat batch of N tokens; its `Attend` decides which token attends to which.
-`Transformer` is trainable; packed.py is its frozen copy for the engine.
+Every caller runs a flat batch of N tokens; its `Attend` decides which token attends to which. packed.py is
+the engine's frozen copy.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class ModelConfig:
 
     @property
     def num_qkv(self) -> int:
-        """S, the heads of a fused projection: queries, then keys, then values."""
+        """S: queries, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
 
     def finish_logits(self, products: Tensor) -> Tensor:
-        """softcap · tanh(scale · x Wᵀ / softcap). products: x Wᵀ, of all rows of the head or of some."""
+        """softcap · tanh(scale · x Wᵀ / softcap). products: x Wᵀ."""
         logits = products if self.head_scale == 1.0 else products * self.head_scale
         cap = self.head_softcap
         return logits if cap is None else (logits / cap).tanh() * cap
@@ -87,7 +87,7 @@ class ModelConfig:
 
 
 class Layer(Protocol):
-    """One decoder layer, trainable or packed. Attention runs between the first two steps."""
+    """Attention runs between the first two steps."""
 
     num_rotated: int
 
@@ -104,8 +104,7 @@ def run_layer(
     attend: Attend,
     read_NI: Tensor | None = None,
 ) -> Tensor:
-    """The residual stream x_NE after the layer. read_NI: attention's input, if not x_NE (EAGLE-3's
-    drafter)."""
+    """read_NI: attention's input, if not x_NE (EAGLE-3's drafter)."""
     qkv_NSD = apply_rope(layer.qkv(x_NE if read_NI is None else read_NI), layer.num_rotated, *rope)
     x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
     return layer.add_mlp(x_NE)
@@ -225,8 +224,6 @@ def randomize_matrices(model: nn.Module, seed: int, std: float = 0.02) -> None:
 
 
 class DecoderStack(nn.Module):
-    """Hugging Face's `model`."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -235,8 +232,7 @@ class DecoderStack(nn.Module):
 
 
 class Given(torch.autograd.Function):
-    """(computed, given) ─▶ given, with the derivative of what was computed: numbers of another computation of
-    the same function."""
+    """(computed, given) ─▶ given, with the derivative of what was computed."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, given: Tensor) -> Tensor:
@@ -257,7 +253,7 @@ Reader = Callable[[Tensor], Any]
 
 
 class Policy(nn.Module):
-    """A trainable decoder, as update, adapters and sharding use it. A tied head has no entry."""
+    """A trainable decoder. A tied head has no entry."""
 
     config: ModelConfig
     route_shape: tuple[int, int] = (0, 0)
@@ -280,13 +276,12 @@ class Policy(nn.Module):
         read: Reader | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """read(features_NE), or features_NE, the output of the final norm. A model with experts (any.py) also
-        takes their routing.
+        """Returns read(features_NE), or features_NE, the output of the final norm.
 
-        A sharded model is whole only within its forward, so `read` is the place to call its `logits`.
+        A sharded model is whole only within its forward: call its `logits` in `read`.
 
-        inputs: of each layer, and the features, as another computation of the model found them; they stand
-            for this one's numbers, and have its derivatives. (): there is no other.
+        inputs: of each layer, and the features, found by another computation of the model; they replace this
+            one's numbers, and keep its derivatives. (): there is no other.
         """
         raise NotImplementedError
 
@@ -298,8 +293,7 @@ class Policy(nn.Module):
 
 
 class Transformer(Policy):
-    """Our own decoder, with exactly the checkpoint's names.
-    checkpoints_activations: whether the backward pass recomputes each layer's activations."""
+    """Has exactly the checkpoint's names."""
 
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
         super().__init__()
@@ -312,7 +306,6 @@ class Transformer(Policy):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
-        """Normal matrices, unit norms, zero biases."""
         randomize_matrices(self, seed, std)
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -1,10 +1,10 @@
-"""The engine's copy of a decoder on a GPU with equal rows: a row's bits do not depend on other rows, nor on
+"""The engine's copy of a decoder on a GPU with equal rows: a row's bits depend on no other row, and not on
 whether it is prompt, decoding or verification.
 
     products     triton/products.py      attention    triton/attention.py, over cache or packed batch
     norms, MLP   triton/rows.py          the rest     PyTorch's operations on one element at a time
 
-Attention over a cache writes keys and values first, then reads them from there: a prompt's, too.
+Attention over a cache writes keys and values first, a prompt's too, then reads them from there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EqualTransformer(PackedTransformer):
 
 
 class EqualAttention:
-    """Attends as `attention` does, one of attention.py: over its cache, or within its flat batch."""
+    """Attends as `attention` does, one of attention.py."""
 
     def __init__(self, attention: Attend, config: ModelConfig) -> None:
         self.attention, self.num_heads, self.num_kv_heads = attention, config.num_heads, config.num_kv_heads
@@ -101,7 +101,7 @@ class EqualAttention:
 
 
 class Stored(NamedTuple):
-    """Where keys and values of a flat batch go. tokens: None: all, in order."""
+    """tokens: of the flat batch; None: all, in order."""
 
     layers: Sequence[Tensor]
     tokens: Tensor | None

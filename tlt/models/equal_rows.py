@@ -1,5 +1,4 @@
-"""Refuses what has no equal rows. They need compiled loops on a CPU (loops/), Triton's kernels on a GPU
-(equal.py)."""
+"""Equal rows need compiled loops on a CPU (loops/), Triton's kernels on a GPU (equal.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ MOST_IN_GROUP = 32
 def check_equal_rows(
     config: ModelConfig, dtype: torch.dtype, device: str, place: str = "run.equal_rows"
 ) -> None:
-    """Raises UserError, which begins with `place`, where a token's numbers may depend on others in its batch.
-    device: cpu or cuda."""
+    """Raises UserError where a token's numbers may depend on others in its batch. device: cpu or cuda."""
     name = str(dtype).removeprefix("torch.")
     reason = _on_gpu(config, dtype, name) if device == "cuda" else _on_cpu(config, dtype, name)
     if reason is not None:

@@ -1,7 +1,4 @@
-"""Causal attention within many packed sequences by one kernel, on a GPU in half precision.
-
-Sequence by sequence, an update of 32 responses waits for launches (benchmarks/results/gpu).
-"""
+"""Causal attention within many packed sequences by one kernel, on a GPU in half precision."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ def has_kernel() -> bool:
 
 
 class PackedLengths:
-    """Where the sequences of a flat batch begin, on its device."""
-
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.longest = max(lengths)
         self.starts = upload([0, *accumulate(lengths)], device, torch.int32)
@@ -44,7 +39,7 @@ class PackedLengths:
 def attend_packed(
     qkv_NSD: Tensor, num_heads: int, num_kv_heads: int, lengths: PackedLengths, form: AttentionForm
 ) -> Tensor:
-    """[N, H * D]. Each token sees its sequence up to itself, or the last `form.window` tokens of it."""
+    """Returns [N, H * D]."""
     q_NHD, k_NKD, v_NKD = qkv_NSD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     options: dict[str, Any] = {}
     if num_heads != num_kv_heads and _takes_groups():

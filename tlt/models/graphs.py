@@ -1,6 +1,5 @@
-"""CUDA graphs: kernels that are launched again and again with the same shapes are recorded once, and then
-launched together. A small batch waits for launches otherwise: 400 a forward, of which a GPU runs each in less
-time than the host takes to launch it (benchmarks/results/gpu).
+"""CUDA graphs: kernels launched again with the same shapes are recorded once, then launched together. A small
+batch otherwise waits for the host's launches (benchmarks/results/gpu).
 
     run ─▶ eagerly, the first times ─▶ recorded, on tensors of its own ─▶ inputs in · replay · outputs out
 
@@ -36,7 +35,7 @@ class Graph:
 
 
 class Graphs:
-    """Of one module's functions. On a CPU, or with `is_on` False, functions run eagerly."""
+    """On a CPU, or with `is_on` False, functions run eagerly."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +44,7 @@ class Graphs:
         self.clear()
 
     def keep_to(self, memory: Hashable) -> None:
-        """Clears them where `memory` is another than last time: weights or caches have moved."""
+        """Clears the graphs where weights or caches have moved to other `memory`."""
         if memory != self._memory:
             self._memory = memory
             self.clear()
@@ -65,7 +64,7 @@ class Graphs:
         """Returns function(**inputs). Inputs and outputs have a row per sequence.
 
         key: differs with everything else that the function reads and that changes.
-        most_rows: rows may be added up to this number, and nobody reads their outputs; None: none is added.
+        most_rows: rows may be added up to this number; None: none is.
         """
         if not self.is_on:
             return function(**inputs)
@@ -95,12 +94,12 @@ class Graphs:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Few batch sizes are recorded: a batch shrinks sequence by sequence."""
+    """Few sizes are recorded: a batch shrinks sequence by sequence."""
     return num_rows if num_rows <= 4 else -(-num_rows // 8) * 8 if num_rows <= 64 else -(-num_rows // 32) * 32
 
 
 def padded_length(length: int) -> int:
-    """At most a seventh longer, and a multiple of 64: a sequence grows by some tokens a step."""
+    """At most a seventh longer: a sequence grows by some tokens a step."""
     step = max(64, 1 << max(length.bit_length() - 4, 0))
     return -(-length // step) * step
 
@@ -108,7 +107,8 @@ def padded_length(length: int) -> int:
 def record(
     function: Callable[..., Outputs], inputs: Mapping[str, Tensor], pool: Any, device: torch.device
 ) -> tuple[Outputs, Callable[[], None], Any]:
-    """Returns the outputs, which `replay` fills, and the memory pool that graphs of one module share."""
+    """Returns the outputs, `replay`, which fills them, and the memory pool that graphs of one module
+    share."""
     graph, stream, current = torch.cuda.CUDAGraph(), _stream(device), torch.cuda.current_stream(device)
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     stream.wait_stream(current)

@@ -23,7 +23,7 @@ def whole_blocks(length: int) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bounds the bytes of all caches. slot_bytes: tokens → bytes of a sequence. max_bytes None: unbounded."""
+    """slot_bytes: tokens → bytes of a sequence. max_bytes None: unbounded."""
 
     max_bytes: int | None
     slot_bytes: Callable[[int], int]
@@ -35,7 +35,6 @@ class Budget:
         return MOST_TOKENS if self.max_bytes is None else max(self.max_bytes // self.slot_bytes(length), 1)
 
     def max_length(self, num_slots: int) -> int:
-        """A multiple of BLOCK."""
         if self.max_bytes is None:
             return MOST_TOKENS
         lengths = range(BLOCK, MOST_TOKENS, BLOCK)

@@ -44,13 +44,12 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 
 def ring_length(window: int) -> int:
-    """Columns of a layer that sees `window` tokens: what is written at once, a part of a prompt or a tree,
-    overwrites nothing that it sees."""
+    """A part of a prompt or a tree, written at once, overwrites nothing that it sees."""
     return whole_blocks(window + MOST_WRITTEN)
 
 
 def store(kv_SKLD: Tensor, slot: int, first: int, kv_KTD: Tensor) -> None:
-    """Writes a layer's keys and values of positions first … of a slot."""
+    """Writes a layer's entries from position `first` on."""
     length = kv_SKLD.shape[2]
     end = first + kv_KTD.shape[1]
     if end <= length:
@@ -81,7 +80,6 @@ class Cache:
         self.layers: list[Tensor] = []
 
     def slot_bytes(self, length: int) -> int:
-        """Bytes of a slot."""
         return sum(self._layer_bytes(min(whole_blocks(length), ring)) for ring in self.rings)
 
     def _layer_bytes(self, num_tokens: int) -> int:
@@ -105,7 +103,6 @@ class Cache:
         self.resize(max(num_slots, ahead), capacity)
 
     def resize(self, num_slots: int, length: int) -> None:
-        """Entries within old and new size stay."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_resizes += 1
         self.num_slots, self.capacity = num_slots, length
@@ -123,7 +120,6 @@ class Cache:
         self.layers = [layers[index] for index in range(len(self.rings))]
 
     def _indices_of_groups(self, num_slots: int, length: int) -> Iterator[list[int]]:
-        """Layers of a group have one length."""
         by_length: dict[int, list[int]] = {}
         for index, ring in enumerate(self.rings):
             by_length.setdefault(min(length, ring), []).append(index)
@@ -141,8 +137,8 @@ class Cache:
                 group[:, first:end, :, :length] = group[:, source, None, :, :length]
 
     def commit(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: the accepted branch behind
-        its sequence. Chains (paths 0, 1, 2, …) cost nothing; all others move in one operation."""
+        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: the accepted branch.
+        Chains (paths 0, 1, 2, …) cost nothing."""
         # columns rise along a path
         moved = [slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1]
         if not moved:
@@ -167,7 +163,7 @@ class Cache:
         return [layer[slot, :, :length].clone() for layer in self.layers]
 
     def copy_in(self, slot: int, entries: Sequence[Tensor]) -> None:
-        """Writes what `copy_out` gave; the slot must have room for it."""
+        """The slot must have room."""
         for layer, own in zip(self.layers, entries, strict=True):
             layer[slot, :, : own.shape[1]] = own
 

@@ -26,8 +26,6 @@ from tlt.models.routing import routers_of
 
 
 class AdaptedLayer:
-    """A matrix, or the experts', with an adapter."""
-
     weight: Tensor
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -35,7 +33,7 @@ class AdaptedLayer:
     is_on: bool = True
 
     def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """These rows of W + scale · B A. weight: the rows alone."""
+        """Returns rows of W + scale · B A. weight: these rows alone."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -46,8 +44,7 @@ class AdaptedLayer:
 
 
 class LoraLinear(Linear, AdaptedLayer):
-    """Computes in its input's dtype, like mixed precision: the adapter is stored wider, and rounded for a
-    product."""
+    """Computes in its input's dtype; the adapter may be stored wider."""
 
     def __init__(self, base: nn.Linear, lora: LoraSection, dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
@@ -68,10 +65,8 @@ class LoraLinear(Linear, AdaptedLayer):
 
 
 class LoraExperts(nn.Module, AdaptedLayer):
-    """The adapter of one tensor of all experts, which are a module of transformers.
-
-    The module computes with the sum, as in PEFT: it takes whole tensors.
-    """
+    """The adapter of one tensor of all experts. Their module, transformers', computes with the sum, as in
+    PEFT."""
 
     def __init__(self, experts: nn.Module, name: str, lora: LoraSection, dtype: torch.dtype) -> None:
         super().__init__()
@@ -89,7 +84,7 @@ class LoraExperts(nn.Module, AdaptedLayer):
         return weight
 
     def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Rows are experts."""
+        """rows: of experts."""
         a_ERI = a.view(-1, self.rank, a.shape[1])[rows].to(weight.dtype)
         b_EOR = b.view(len(b), self.rank, -1).permute(2, 0, 1)[rows].to(weight.dtype)
         if self.is_transposed:
@@ -98,7 +93,6 @@ class LoraExperts(nn.Module, AdaptedLayer):
 
 
 def _with_adapters(experts: nn.Module) -> Callable[..., Any]:
-    """The module's forward, with its tensors and adapters summed."""
     forward = experts.forward
     adapters = {layer.name: layer for layer in experts.children() if isinstance(layer, LoraExperts)}
 
@@ -116,8 +110,8 @@ def _with_adapters(experts: nn.Module) -> Callable[..., Any]:
 
 
 def add_adapters(model: Policy, lora: LoraSection, dtype: torch.dtype) -> None:
-    """Freezes the model and adds adapters in place, on the meta device. UserError for a target that the model
-    lacks, or a rank larger than a matrix."""
+    """Freezes the model and adds adapters in place, on the meta device. Raises UserError for a target that
+    the model lacks, or a rank larger than a matrix."""
     matrices = _matrices(model)
     targets = _targets_of(matrices, lora)
     chosen = {name: tensor for name, tensor in matrices.items() if target_of(name) in targets}
@@ -144,7 +138,7 @@ OF_EXPERTS = "_lora"
 
 
 def _matrices(model: Policy) -> dict[str, Tensor]:
-    """What can be adapted, by its name in the module: not routers, convolutions, or gates of one number."""
+    """Leaves out routers, convolutions, and gates of one number."""
     routers = {id(module) for router in routers_of([*model.layers]) for module in router.modules()}
     within = {id(module) for layer in model.layers for module in layer.modules()} - routers
     return {
@@ -158,8 +152,7 @@ def _matrices(model: Policy) -> dict[str, Tensor]:
 
 
 def target_of(name: str) -> str:
-    """A matrix's name in lora.targets: q_proj of …self_attn.q_proj.weight, experts.down_proj of
-    …mlp.experts.down_proj."""
+    """q_proj of …self_attn.q_proj.weight, experts.down_proj of …mlp.experts.down_proj."""
     path = name.removesuffix(".weight")
     return ".".join(path.split(".")[-2:]) if path == name else path.rpartition(".")[2]
 
@@ -177,7 +170,7 @@ def _targets_of(matrices: Mapping[str, Tensor], lora: LoraSection) -> tuple[str,
 
 @lru_cache
 def targets_of(config: ModelConfig, lora: LoraSection) -> tuple[str, ...]:
-    """lora.targets, all-linear spelled out for the model."""
+    """Spells all-linear out for the model."""
     with torch.device("meta"):
         return _targets_of(_matrices(new_transformer(config)), lora)
 
@@ -187,7 +180,6 @@ def targets_of_experts(config: ModelConfig) -> tuple[str, ...]:
 
 
 def prefix_of(name: str) -> str:
-    """The beginning of the names of a tensor's adapter."""
     return name.removesuffix("weight") if name.endswith(".weight") else f"{name}{OF_EXPERTS}."
 
 
@@ -207,7 +199,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """PEFT's default, float32 on the CPU. It depends on seed and name alone, so any rank can compute it."""
+    """PEFT's default, float32 on the CPU, a function of seed and name alone."""
     start = torch.zeros(shape, device="cpu")
     if ".lora_A." in name:
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -235,8 +227,6 @@ def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
 
 
 class BaseOf:
-    """The frozen base of an adapted model, for inference."""
-
     def __init__(self, model: Policy) -> None:
         self.model, self.config, self.logits = model, model.config, model.logits
 

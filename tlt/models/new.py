@@ -1,5 +1,3 @@
-"""Makes a policy's module and an engine's copy, by what config.json describes."""
-
 from __future__ import annotations
 
 import torch
@@ -32,10 +30,10 @@ def new_target(
     borrows: bool = False,
     equal_rows: bool = False,
 ) -> Target:
-    """borrows: whether unchanged tensors are the policy's own memory, if dtype and device agree.
+    """borrows: see `PackedTransformer`.
     equal_rows: see `EngineSettings`.
 
-    UserError for a hybrid, and where a GPU has no equal rows.
+    Raises UserError for a hybrid, and where a GPU has no equal rows.
     """
     if config.is_hybrid:
         raise UserError(f"model: {OF_HYBRIDS}, so no drafter can read it; leave the drafter out")

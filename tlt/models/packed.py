@@ -37,7 +37,7 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """y = x Wᵀ + bias. On a CPU the matrix is kept in panels alone (loops/products.py)."""
+    """y = x Wᵀ + bias. On a CPU it has panels alone (loops/products.py)."""
 
     has_panels = True
 
@@ -63,7 +63,7 @@ class PackedLinear:
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: [num_out, num_in], of any floating dtype. RuntimeError for another shape."""
+        """weight: [num_out, num_in], of any floating dtype. Raises RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(
                 f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected"
@@ -118,7 +118,7 @@ class PackedLayer:
         self.down_linear = linear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """KeyError for a missing tensor."""
+        """Raises KeyError for a missing tensor."""
         c, device = self.config, self.qkv_linear.device
 
         def given(name: str) -> Tensor:
@@ -153,7 +153,6 @@ class PackedLayer:
         return qkv_NSD
 
     def norm_heads(self, qk_NHD: Tensor, weight_HD: Tensor) -> None:
-        """In place."""
         size, eps = self.config.head_dim, self.config.rms_norm_eps
         torch.mul(F.rms_norm(qk_NHD, (size,), None, eps), weight_HD, out=qk_NHD)
 
@@ -166,11 +165,9 @@ class PackedLayer:
 
 
 class PackedTransformer(Target):
-    """The engine's copy of a policy.
-
-    borrows: whether unchanged tensors (embedding, head, output and down projections; with panels the
-        embedding alone) are the policy's own memory, if dtype and device agree. Training changes them here
-        too: load the policy again before use.
+    """borrows: whether unchanged tensors (embedding, head, output and down projections; with panels the
+    embedding alone) are the policy's own memory, if dtype and device agree. Training changes them here
+    too: load the policy again before use.
     """
 
     is_recordable = True
@@ -259,7 +256,7 @@ class PackedTransformer(Target):
 
 
 def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """One part per layer, and per tensor outside of the layers, read when it is asked for."""
+    """Yields a part per layer, and per tensor outside of the layers, read when it is asked for."""
 
     def part_of(name: str) -> str:
         return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
@@ -275,6 +272,5 @@ def _allocate(
 
 
 def _place(given: Tensor, known: Tensor, borrows: bool) -> Tensor:
-    """Values in the dtype and on the device of `known`: copied into it, or borrowed. Borrowed memory is never
-    written to."""
+    """Borrowed memory is never written to."""
     return given.detach().to(known) if borrows else known.copy_(given.detach())

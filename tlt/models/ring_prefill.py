@@ -1,5 +1,5 @@
-"""A prompt's attention in compiled loops where layers keep their window alone: a ring cannot hold the whole
-prompt, so its keys and values are stored elsewhere first."""
+"""A prompt's attention in compiled loops where layers are rings: a ring cannot hold the whole prompt, so its
+keys and values are stored elsewhere first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tlt.models.kv_cache import store
 
 
 class RingPrefill:
-    """As `loops.Packed`, by whose module it attends."""
+    """loops: attends as `loops.Packed`."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's rule stretches long wavelengths and interpolates the middle band."""
+    """Stretches long wavelengths and interpolates the middle band (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -75,8 +75,6 @@ Scaling = Linear | Llama3 | Yarn
 
 
 class RopeConfig(Protocol):
-    """`max_positions` is the window."""
-
     @property
     def head_dim(self) -> int: ...
     @property
@@ -88,7 +86,7 @@ class RopeConfig(Protocol):
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """(float64[D/2], factor of cosines and sines)."""
+    """Returns (float64[D/2], factor of cosines and sines)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies_H = config.rope_theta**-exponents
     if config.rope_scaling is None:

@@ -3,7 +3,7 @@
     layer(…, routing) ─▶ router ─▶ scores_NX ─ topk ─▶ its own choice ─▶ routing.found
                                                 └─▶ routing.given, where there is one, taken in its place
 
-Weights of replayed experts are computed from the router's scores, so gradients reach the router.
+Replayed experts are weighted by the router's scores, so gradients reach the router.
 
 Axes: N tokens · R routers, one a layer with experts · K experts that a token takes · X experts of a layer
 """
@@ -24,7 +24,7 @@ MOST_EXPERTS = 256
 
 @dataclass(eq=False)
 class Routing:
-    """Of one forward. given_NRK: int64; -1: the router's own choice; None: everywhere."""
+    """given_NRK: int64; -1: the router's own choice; None: everywhere."""
 
     given_NRK: Tensor | None = None
     found: dict[int, Tensor] = field(default_factory=dict)
@@ -36,13 +36,13 @@ class Routing:
 
 
 def routers_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Of transformers' modules, whose names say it."""
+    """transformers' modules say it by their names."""
     modules = (module for layer in layers for module in layer.modules())
     return [module for module in modules if type(module).__name__.endswith("outer")]
 
 
 def watch_routers(layers: Sequence[nn.Module]) -> tuple[int, int]:
-    """Lets each layer take `routing`, also when it is computed again in the backward pass. Returns (R, K)."""
+    """Lets each layer take `routing`, also when recomputed in the backward pass. Returns (R, K)."""
     found = [(layer, router) for layer in layers for router in routers_of([layer])]
     for number, (layer, router) in enumerate(found):
         _watch(layer, router, number)

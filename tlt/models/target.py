@@ -1,5 +1,4 @@
-"""What engine, drafters and spot training ask of a policy's copy for inference: packed.py is the fast one,
-any.py the general one."""
+"""A policy's copy for inference: packed.py is the fast one, any.py the general one."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Target:
     """Whether `forward_capturing` appends them, in the captured features' dtype."""
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """KeyError for a missing tensor, RuntimeError for another shape."""
+        """Raises KeyError for a missing tensor, RuntimeError for another shape."""
         self.load_parts([tensors], version)
 
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
@@ -52,13 +51,13 @@ class Target:
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """(features_NE, captured_NF): the inputs of the layers in `capture`, side by side, residual sums
-        before any norm. The number of layers captures the features, as does an empty `capture`."""
+        """Returns (features_NE, captured_NF). Captured are the inputs of the layers in `capture`, residual
+        sums before any norm; of the number of layers, or an empty `capture`, the features."""
         raise NotImplementedError
 
     @contextmanager
     def recording(self, is_on: bool) -> Iterator[None]:
-        """Appends routes. Others, such as a drafter's training, call the model too."""
+        """Appends routes only for the caller: a drafter's training calls the model, too."""
         self.records_routes = is_on
         try:
             yield
@@ -66,8 +65,8 @@ class Target:
             self.records_routes = False
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """What drafters read: rows of the embedding, without the factor by which the target's own first layer
-        reads them (Gemma's √E, Granite's multiplier), as in vLLM."""
+        """Drafters read the embedding without the factor of the target's first layer (Gemma's √E, Granite's
+        multiplier), as in vLLM."""
         return F.embedding(token_ids, self.embedding_VE)
 
     def logits(self, features: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ class Target:
 
     @property
     def head_panels(self) -> Panels | None:
-        """The matrix of which `logits` are the products, for compiled loops; None: they are none."""
+        """The head's matrix for compiled loops; None: `logits` are no plain products."""
         return None
 
     @cached_property

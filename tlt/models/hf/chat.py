@@ -1,5 +1,4 @@
-"""Chat messages become the text of a prompt: it holds every text of the messages, and ends in one open turn
-of the assistant."""
+"""Chat messages become a prompt, which holds all their texts and ends in an open turn of the assistant."""
 
 from __future__ import annotations
 
@@ -43,14 +42,13 @@ class Chat:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the model continues the assistant's last message."""
         last = self.messages[-1]
         return last["role"] == "assistant" and not last.get("tool_calls") and bool(last.get("content"))
 
 
 def read_messages(value: Any, key: str, place: str) -> list[Message]:
-    """Null keys are dropped: a Parquet file has the same keys in all messages. UserError for an image and the
-    like."""
+    """Null keys are dropped: a Parquet file has the same keys in all messages. Raises UserError for an image
+    and the like."""
     is_list = isinstance(value, list | tuple) and bool(value)
     if not is_list or not all(isinstance(message, Mapping) for message in value):
         if key == "prompt":
@@ -109,7 +107,7 @@ def _read_part(part: Any, place: str) -> str:
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any], place: str) -> None:
-    """UserError for a variable that the template does not read."""
+    """Raises UserError for a variable that the template does not read."""
     for name in variables:
         if name in GIVEN or name in _OPTIONS:
             remedy = "remove it from chat_template_kwargs"
@@ -136,7 +134,7 @@ def read_tools(value: Any, place: str) -> list[Message]:
 
 
 def write_prompt(template: ChatTemplate, chat: Chat, place: str, source: str) -> str:
-    """UserError if the template does not read a variable, refuses the messages, drops a text, or opens no
+    """Raises UserError if the template ignores a variable, refuses the messages, drops a text, or opens no
     turn."""
     check_variables(template, chat.variables, place)
     messages = chat.messages
@@ -171,8 +169,8 @@ def write_prompt(template: ChatTemplate, chat: Chat, place: str, source: str) ->
 
 
 def _check_open(template: ChatTemplate, chat: Chat, place: str, source: str, prompt: str) -> None:
-    """UserError if the template writes anything between the prompt and an answer. (Some templates open the
-    turn without add_generation_prompt.)"""
+    """Raises UserError if the template writes anything between prompt and answer. Some open the turn without
+    add_generation_prompt."""
     answered = [*chat.messages, {"role": "assistant", "content": _END}]
     try:
         text = template.render(answered, chat.variables, chat.day, opens_turn=False)
@@ -217,8 +215,7 @@ def _end_with(message: Message, end: str) -> Message:
 
 
 def _with_mark(message: Message, number: int) -> Message:
-    """Puts a mark before the last letter of the text, where no template trims it; none after a tag, which the
-    mark would split."""
+    """Puts a mark before the last letter of the text, where no template trims it."""
     content = message.get("content") or ""
     kept = content.rstrip()
     if not kept or kept.endswith(">"):
@@ -227,8 +224,8 @@ def _with_mark(message: Message, number: int) -> Message:
 
 
 def _lost_texts(message: Message, prompt: str, is_last: bool) -> Iterator[str]:
-    """Texts that are absent from the prompt. Templates leave out thoughts of earlier answers; of the
-    continued answer (is_last) every part counts."""
+    """Templates leave out thoughts of earlier answers; of the continued answer (is_last) every part
+    counts."""
     content = message.get("content") or ""
     if is_last:
         texts = _TAG.split(content)

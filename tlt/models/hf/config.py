@@ -1,5 +1,4 @@
-"""config.json ↔ ModelConfig. A model that our decoder would compute differently from transformers is refused
-in one line."""
+"""config.json ↔ ModelConfig."""
 
 from __future__ import annotations
 
@@ -33,14 +32,14 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OtherComputation(UserError):
-    """A valid model that our decoder does not compute; vLLM may."""
+    """A model that our decoder would compute differently from transformers; vLLM may take it."""
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Errors (UserError, OtherComputation) name `source`.
+    """Raises UserError and OtherComputation.
 
     Reads the layouts of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters). Absent keys have
-    transformers' defaults, unless these depend on the family (kv heads, head size): then the key is required.
+    transformers' defaults; those whose default depends on the family (kv heads, head size) are required.
     """
     fields = Fields(raw, source)
     architecture = _architecture(fields)
@@ -83,9 +82,8 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
 def config_to_hf(
     config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The layout of transformers 4, which 5, vLLM and SGLang read too (4 would ignore the rope_parameters of
-    5). extra: further keys. Token ids not given are null: an absent id would become the family's default
-    (Llama: eos 2)."""
+    """Writes the layout of transformers 4, which 5, vLLM and SGLang read too. Token ids not given are null:
+    an absent id would become the family's default (Llama: eos 2)."""
     rope_scaling = None
     if (scaling := config.rope_scaling) is not None:
         (kind,) = (name for name, known in ROPES.items() if isinstance(scaling, known))
@@ -168,8 +166,8 @@ def _refuse_window_of_all_layers(fields: Fields, max_positions: int) -> None:
 
 
 def _refuse_sliding_windows(fields: Fields, num_layers: int, max_positions: int) -> None:
-    """Allows a window that hides nothing (off, or as long as the model's). Without layer_types, transformers
-    lets the layers from max_window_layers on slide."""
+    """Allows a window that hides nothing. Without layer_types, transformers lets the layers from
+    max_window_layers on slide."""
     raw = fields.raw
     is_set = fields.flag("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
@@ -220,7 +218,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Scaling | None]:
 
 
 def _yarn(rope: Fields, raw: Mapping[str, Any]) -> Yarn:
-    """As transformers reads it: mscale and mscale_all_dim together make the attention factor."""
+    """As in transformers, mscale and mscale_all_dim together make the attention factor."""
     original = rope.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
     factor = rope.number("factor")
     given = None if rope.raw.get("attention_factor") is None else rope.number("attention_factor")
@@ -235,7 +233,7 @@ def _yarn(rope: Fields, raw: Mapping[str, Any]) -> Yarn:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object, read with type checks; null counts as absent. prefix: the keys above it, for errors."""
+    """A JSON object, read with type checks; null counts as absent. prefix: the keys above it."""
 
     raw: Mapping[str, Any]
     source: str

@@ -32,8 +32,6 @@ class Sources:
 
 
 class SameNames:
-    """The conversion of our own decoder: none."""
-
     def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
         return {name: Sources((name,), (None,)) for name in stored}
 
@@ -41,7 +39,7 @@ class SameNames:
         return read(sources.names[0])
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each tensor's own conversion: a module's tensor needs no other."""
+        """Each tensor is converted by itself."""
         return dict(tensors)
 
 
@@ -87,7 +85,7 @@ class Conversion(SameNames):
 
 
 class TextPart(SameNames):
-    """inner: of the text model."""
+    """inner: conversion of the text model."""
 
     def __init__(self, inner: SameNames) -> None:
         self.inner = inner
@@ -105,7 +103,6 @@ class TextPart(SameNames):
         return self.inner.to_module(name, sources, read)
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In the newest layout."""
         return in_layout(self.inner.to_checkpoint(tensors), NEWEST)
 
 

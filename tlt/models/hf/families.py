@@ -1,7 +1,4 @@
-"""config.json → AnyConfig, for the decoders that were compared with transformers' own attention.
-
-Each has attention of known form in every layer. Others are refused in one line that says why.
-"""
+"""config.json → AnyConfig, for the decoders that were compared with transformers' own attention."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ MIN_WINDOW = 16
 
 
 def load_model_config(path: Path | str, implementation: Implementation = "auto") -> ModelConfig:
-    """UserError for mistakes, OtherComputation for models that are not computed here.
+    """Raises UserError for mistakes, OtherComputation for models that are not computed here.
 
     implementation: own: decoder.py; transformers: any.py; auto: decoder.py where it can.
     """
@@ -64,7 +61,7 @@ def _parse(raw: Mapping[str, Any], source: str, implementation: Implementation) 
 
 
 def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
-    """Errors (UserError, OtherComputation) name `source`."""
+    """Raises UserError and OtherComputation."""
     fields = Fields(raw, source)
     _refuse_unknown(fields)
     config = _read(fields)
@@ -110,13 +107,12 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
 
 
 def _within_a_chunk(config: PreTrainedConfig) -> int:
-    """Llama 4: the tokens of a first chunk see all earlier ones, at temperature 1."""
+    """Llama 4: tokens of a first chunk see all earlier ones, at temperature 1."""
     chunk: int = config.attention_chunk_size or config.max_position_embeddings
     return min(chunk, int(config.floor_scale) - 1) if config.attn_temperature_tuning else chunk
 
 
 def _shape_of_heads(layer: PreTrainedConfig) -> tuple[int, int]:
-    """(kv heads, head size)."""
     num_heads = layer.num_attention_heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
     return getattr(layer, "num_key_value_heads", None) or num_heads, head_dim
@@ -130,7 +126,6 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def _active_width(config: PreTrainedConfig) -> int:
-    """Of a token's MLP; of experts, of those that compute it."""
     width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     routed = width * (_experts_per_token(config) or 1)
     match config.model_type:
@@ -147,7 +142,7 @@ def _active_width(config: PreTrainedConfig) -> int:
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int:
-    """That compute it: in transformers' Llama 4, all, of which most read zeros."""
+    """In transformers' Llama 4 all experts compute a token, of which most read zeros."""
     names = (
         ("num_local_experts",)
         if config.model_type == "llama4_text"

@@ -22,7 +22,8 @@ DRAFTER_FILES = ("config.json", WEIGHTS, COUNTS)
 
 
 def existing_directory(path: Path | str) -> Path:
-    """UserError unless the path is a folder without pipes and devices, on which a reader would hang."""
+    """Raises UserError unless the path is a folder without pipes and devices, on which a reader would
+    hang."""
     directory = Path(path)
     if not directory.is_dir():
         interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
@@ -39,7 +40,7 @@ def existing_directory(path: Path | str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """UserError for a missing file, or anything but a JSON object."""
+    """Raises UserError for a missing file, or anything but a JSON object."""
     if not file.exists():
         raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
     try:

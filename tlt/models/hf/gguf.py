@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a Hugging Face folder, dequantized by transformers.
+"""Converts a GGUF file to a Hugging Face folder.
 
 llama.cpp quantizes a tied embedding twice: as input table and, in more bits, as head. The head's copy is
 kept, and the two stay tied.
@@ -45,7 +45,7 @@ def require_gguf() -> None:
 
 
 def convert_gguf(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Converted:
-    """dtype: of the weights written. UserError if transformers or our decoder cannot read the file."""
+    """Raises UserError if transformers or our decoder cannot read the file."""
     require_gguf()
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,7 +82,7 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def _are_one_matrix(tensors: Mapping[str, Tensor]) -> bool:
-    """Is the head a second quantization of the embedding? A sample of rows decides."""
+    """Compares a sample of rows of embedding and head."""
     if HEAD not in tensors:
         return False
     embedding, head = (tensors[name][:4096] for name in (EMBEDDING, HEAD))
@@ -90,8 +90,7 @@ def _are_one_matrix(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _cut_digits(tokenizer: Any) -> None:
-    """Cuts every digit off before the merges, as llama.cpp's pre-tokenizer "smollm" does and transformers'
-    reading does not: "  47" becomes "  ", "4" and "7"."""
+    """As llama.cpp's pre-tokenizer "smollm", and unlike transformers: "  47" becomes "  ", "4" and "7"."""
     from tokenizers import pre_tokenizers
 
     digits, byte_level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)

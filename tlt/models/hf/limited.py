@@ -1,4 +1,4 @@
-"""Calls functions in a process of limited memory and time: a chat template from the hub may use up both.
+"""Calls functions in a process of limited memory and time, which a chat template may use up.
 
 call_limited ─▶ pipe: function, arguments ─▶ serve ─▶ pipe: the result, or the exception that was raised
 """
@@ -30,7 +30,7 @@ MAX_CHARACTERS = 2**24
 
 
 class LimitExceeded(Exception):
-    """The text says why, such as "takes more than 10 s of processor time"."""
+    """Says why, such as "takes more than 10 s of processor time"."""
 
 
 def call_limited(function: str, *arguments: Any, **options: Any) -> Any:
@@ -44,8 +44,6 @@ def _process_of(pid: int) -> _Process:
 
 
 class _Process:
-    """The parent's side, which starts the process at the first call."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._helper: Helper | None = None
@@ -73,8 +71,8 @@ class _Process:
         return answer
 
     def _running(self) -> Helper:
-        """A helper that waits for a call. It ends with the thread that started it; after an interrupted call
-        it is replaced, because it would answer that call."""
+        """A helper ends with the thread that started it; after an interrupted call it is replaced, because it
+        would answer that call."""
         if self._helper is not None and (self._is_waiting or self._readable.poll(0)):
             self._readable.unregister(self._helper.pipe)
             self._helper.kill()

@@ -12,8 +12,6 @@ from tlt.models.hf.files import existing_directory
 
 
 class Limits(Protocol):
-    """Bounds of token ids and positions; ModelConfig is an implementation."""
-
     @property
     def vocab_size(self) -> int: ...
 
@@ -28,8 +26,7 @@ class ForeignConfig:
 
 
 def read_limits(path: Path) -> Limits:
-    """transformers knows every family's names and defaults. UserError for an unknown model, or missing
-    limits."""
+    """Raises UserError for an unknown model, or missing limits."""
     from transformers import AutoConfig
 
     source = existing_directory(path) / "config.json"

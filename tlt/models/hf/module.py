@@ -1,5 +1,4 @@
-"""Shape and tensors of a causal language model in this process: the policy of an engine beside its
-trainer."""
+"""The shape and tensors of a causal language model in this process: a trainer's policy beside the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def module_config(module: nn.Module) -> ModelConfig:
-    """UserError if our decoder would compute something else."""
+    """Raises UserError if our decoder would compute something else."""
     if isinstance(module, Policy):
         return module.config
     if not isinstance(module, PreTrainedModel):
@@ -34,7 +33,7 @@ def module_config(module: nn.Module) -> ModelConfig:
 
 
 def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Exactly the expected parameters, without copies. UserError for adapters, sharded and quantized
+    """Returns the expected parameters without copies. Raises UserError for adapters, sharded and quantized
     models."""
     found = dict(module.named_parameters())
     for name, shape in expected.items():

@@ -82,8 +82,7 @@ def save_adapter(
     base: str,
     revision: str | None,
 ) -> None:
-    """For `peft.PeftModel.from_pretrained(base, path)`. tensors: by our names. revision: the base's commit on
-    the hub."""
+    """For `peft.PeftModel.from_pretrained(base, path)`. revision: the base's commit on the hub."""
     with replace_folder(path, ADAPTER_FILES) as new:
         names = peft_names(tensors)
         if config.is_text_part:
@@ -94,7 +93,7 @@ def save_adapter(
 
 
 def peft_names(names: Iterable[str]) -> dict[str, str]:
-    """By ours, all of a model. A module's first tensor is wrapped innermost."""
+    """By our names, all of a model. A module's first tensor is wrapped innermost."""
     found, depth = {}, Counter[str]()
     for name in reversed(list(names)):
         path, dot, part = name.rpartition(f"{OF_EXPERTS}.")
@@ -149,8 +148,8 @@ class Adapter:
 
 
 def read_adapter(path: Path, config: ModelConfig) -> Adapter:
-    """The tensors' names tell what the adapter adapts: PEFT's target_modules may be a pattern. UserError for
-    another kind of adapter, or another model's."""
+    """The tensors' names tell what the adapter adapts: PEFT's target_modules may be a pattern. Raises
+    UserError for another kind of adapter, or another model's."""
     folder = existing_directory(path)
     said, file = read_json(folder / CONFIG), folder / WEIGHTS
     try:
@@ -224,7 +223,7 @@ def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict
 
 
 def _may_leave_out(file: Path, said: Mapping[str, Any]) -> bool:
-    """Whether only some matrices of a kind may be adapted: by a pattern, paths or layers."""
+    """Whether the adapter names its matrices by a pattern, paths or layers."""
     given = said.get("target_modules")
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         return any("." in name for name in given) or said.get("layers_to_transform") is not None

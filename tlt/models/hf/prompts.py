@@ -1,4 +1,4 @@
-"""Encodes and checks the records of a prompts file: text, chat messages or token ids."""
+"""Encodes and checks records of prompts: text, chat messages or token ids."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tlt.models.hf.tokenizer import Tokenizer, check_prompt
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How the chat template is applied.
-
-    wraps: whether a text becomes the user's message; messages always use the template.
+    """wraps: whether a text becomes the user's message; messages always use the template.
     system_prompt: the system message before every prompt; texts then use the template, too.
     variables, day: see `Chat`.
     """
@@ -51,8 +49,8 @@ def encode_prompts(
     longest: int | None = None,
     known: Sequence[Sequence[int]] | None = None,
 ) -> list[EncodedPrompt]:
-    """Encodes (place, record) pairs; a place ends with ":line". UserError for a repeated problem_id, and for
-    a prompt that the model cannot read.
+    """records: with their places, such as "file:line". Raises UserError for a repeated problem_id, and for a
+        prompt that the model cannot read.
 
     longest: longer prompts are left out.
     known: token ids by record, encoded earlier; empty: left out.
@@ -107,7 +105,7 @@ def _is_begun(record: Record) -> bool:
 def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
-    """Encodes a record, which must have exactly one of `PROMPTS`."""
+    """record: has exactly one of `PROMPTS`."""
     if record.get("images"):
         raise UserError(f"{place}: has images, which a text model does not read; leave that row out")
     kinds = [kind for kind in PROMPTS if record.get(kind) is not None]
@@ -146,8 +144,7 @@ def describe_template(
     records: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, chat: ChatFormat, key: str
 ) -> Iterator[str]:
     """Lines about texts for a chat model without its template, and chats whose answers end at an unknown
-    token. No errors: base models often have a template, too, and a template may accept these chats
-    alone.
+    token. These are no errors: base models often have a template, too.
 
     key: the option that puts texts into the template.
     """
@@ -181,7 +178,7 @@ def _naming(column: str) -> str:
 
 
 def read_ids(value: Any, place: str) -> tuple[int, ...]:
-    """From a list, a tuple, or a one-dimensional array of NumPy or torch."""
+    """value: a list, a tuple, or a one-dimensional array."""
     is_list = isinstance(value, list | tuple)
     ids = value if is_list and all(type(token) is int for token in value) else plain(value)
     is_ordered = isinstance(value, Sequence) or hasattr(value, "tolist")
@@ -204,7 +201,7 @@ def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> 
 def check_max_tokens(
     prompts: Iterable[EncodedPrompt | Problem], max_tokens: int, window: int, place: str
 ) -> None:
-    """UserError, beginning with `place`, if the window has no room for a response of `max_tokens`."""
+    """Raises UserError if the window has no room for a response of `max_tokens`."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
     if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
         return

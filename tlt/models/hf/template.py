@@ -1,5 +1,5 @@
-"""A chat template as a function of messages, variables and a date. It renders as in transformers, but the
-date is an argument. It runs in a process of its own (limited.py)."""
+"""A chat template as a function of messages, variables and a date. It runs in a process of its own
+(limited.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateRefusal(Exception):
-    """One line: why a chat template cannot be read, or refuses messages."""
+    """Says in one line why a chat template cannot be read, or refuses messages."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ChatTemplate:
         *,
         opens_turn: bool = True,
     ) -> str:
-        """TemplateRefusal if the template raises anything.
+        """Raises TemplateRefusal if the template raises anything.
 
         day: the date that the template writes; None: today.
         opens_turn: whether the assistant's turn is opened at the end (add_generation_prompt).
@@ -81,8 +81,8 @@ def _compiled(text: str) -> jinja2.Template:
 
 @functools.lru_cache(maxsize=16)
 def find_variables(text: str) -> frozenset[str]:
-    """Names that the template reads but does not set; a name that it sets after asking `is defined` counts.
-    TemplateRefusal if unreadable."""
+    """Names that the template reads but does not set, and those that it sets after asking `is defined`.
+    Raises TemplateRefusal."""
     from jinja2 import meta, nodes
 
     with _refusals():
@@ -101,7 +101,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        """{% generation %} marks the assistant's tokens for trainers; here its contents."""
+        """{% generation %} marks the assistant's tokens for trainers; here its contents stay."""
 
         tags = {"generation"}  # noqa: RUF012
 

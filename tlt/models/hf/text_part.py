@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that also reads images: its config.json, and its tensors' names.
+"""The text part of a checkpoint that also reads images.
 
     config.json  {vision_config, text_config, …}   ─▶ the text model's own
     model.language_model.layers.0.…  lm_head.…     ─▶ model.layers.0.…  lm_head.…    others are carried along
@@ -31,7 +31,7 @@ _LAYOUTS: tuple[Layout, ...] = (NESTED, NEWEST, MODULE)
 
 
 def text_part(fields: Fields) -> dict[str, Any] | None:
-    """config.json of the text part; None: the checkpoint is a text model, or one that is not known."""
+    """Returns the text part's config.json, or None for a text model and for an unknown one."""
     from transformers import CONFIG_MAPPING
 
     if (family := fields.text("model_type")) not in COMPOSITE:

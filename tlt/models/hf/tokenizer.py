@@ -1,5 +1,4 @@
-"""A checkpoint's tokenizer, read from its folder alone: encodes text and chat messages, decodes responses,
-knows the stop ids. Only this file imports transformers' tokenizers."""
+"""A checkpoint's tokenizer, read from its folder alone."""
 
 from __future__ import annotations
 
@@ -29,9 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A checkpoint's tokenizer, checked against its model.
-
-    hf: transformers' tokenizer (untyped there), for names and templates.
+    """hf: transformers' tokenizer, for names and templates.
     backend: encodes and decodes: tokenizer.json itself if the folder has it.
     """
 
@@ -45,8 +42,8 @@ class Tokenizer:
     """Why stop_ids lack the token that ends an answer in the chat template, if they do."""
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
-        """The tokenizer's special tokens at the beginning (such as <bos>) are added unless the text has them;
-        none at the end."""
+        """Adds the tokenizer's special tokens at the beginning, such as <bos>, unless the text has them; none
+        at the end."""
         ids = self._encode(text, place)
         begins = ids[: len(self.beginning)] == self.beginning
         return self._begun_once(ids if begins else (*self.beginning, *ids), place)
@@ -59,8 +56,8 @@ class Tokenizer:
         day: date | None = None,
         key: str = "messages",
     ) -> tuple[int, ...]:
-        """Up to where the assistant goes on: in a new turn, or in its own last message. UserError if the
-        template drops a text or opens no turn.
+        """Encodes up to where the assistant goes on: in a new turn, or in its own last message. Raises
+        UserError as `write_prompt`.
 
         variables, day: see `Chat`. key: the row's column, for errors.
         """
@@ -80,7 +77,6 @@ class Tokenizer:
         return self._begun_once(self._encode(text, place), place)
 
     def check_variables(self, variables: Mapping[str, Any], place: str) -> None:
-        """UserError for variables that the chat template does not read."""
         if not self.has_template:
             raise UserError(f"{place}: {self.path} has no chat template; remove {', '.join(variables)}")
         self._limited("tlt.models.hf.chat:check_variables", self.template, variables, place, place=place)
@@ -91,7 +87,7 @@ class Tokenizer:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The default one of several. UserError if unreadable."""
+        """Raises UserError if the template is unreadable."""
         try:
             return self.read_template()
         except TemplateRefusal as refusal:
@@ -99,7 +95,7 @@ class Tokenizer:
             raise UserError(f"{self.path}: {reason}; copy the model's files there again") from None
 
     def read_template(self) -> ChatTemplate:
-        """TemplateRefusal if unreadable."""
+        """Raises TemplateRefusal."""
         try:
             text = self.hf.get_chat_template()
         except ValueError as error:  # several templates, no default
@@ -114,22 +110,20 @@ class Tokenizer:
         day: date | None = None,
         opens_turn: bool = False,
     ) -> str:
-        """TemplateRefusal. See `ChatTemplate.render`."""
+        """Raises TemplateRefusal. See `ChatTemplate.render`."""
         function = "tlt.models.hf.template:ChatTemplate.render"
         template = self.read_template()
         return str(self._limited(function, template, messages, variables or {}, day, opens_turn=opens_turn))
 
     def without_control(self, text: str) -> str:
-        """What an environment says cannot end a turn or begin one: a special token of the template is broken
-        up by a space."""
+        """A space breaks special tokens of the template: an environment cannot end a turn or begin one."""
         return self._control.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", text)
 
     def encode_as_it_is(self, text: str) -> tuple[int, ...]:
-        """Without the special tokens of a beginning. What the tokenizer has no token for is left out."""
+        """Adds no special tokens. What the tokenizer has no token for is left out."""
         return tuple(self.backend.encode(text, add_special_tokens=False).ids)
 
     def _limited(self, function: str, *arguments: Any, place: str = "", **options: Any) -> Any:
-        """UserError if the template takes too much time or memory."""
         try:
             return call_limited(function, *arguments, **options)
         except LimitExceeded as limit:
@@ -150,7 +144,6 @@ class Tokenizer:
 
     @functools.cached_property
     def _control(self) -> re.Pattern[str]:
-        """Special tokens that the template writes: in a message they would end it, or begin another."""
         names = [self.name_of(token_id) for token_id in sorted(self.hidden_ids)]
         own = self.hf.special_tokens_map.values()
         return _any_of(name for name in names if name in self.template.text or name in own)
@@ -160,11 +153,11 @@ class Tokenizer:
         return _any_of(token.content for token in self.backend.get_added_tokens_decoder().values())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens but the tags of thoughts."""
+        """Leaves out special tokens but the tags of thoughts."""
         return self.decode_all([token for token in token_ids if token not in self.hidden_ids])
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Special tokens included."""
+        """Keeps special tokens."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))
 
     @functools.cached_property
@@ -176,8 +169,7 @@ class Tokenizer:
         return frozenset(token for token in ids if token is not None)
 
     def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the chat template or the assistant's turn has opened a thought. A tag in the user's text
-        does not count."""
+        """Whether template or assistant have opened a thought. A tag in the user's text does not count."""
         last = max((i for i, token in enumerate(prompt_ids) if token in self.hidden_ids), default=0)
         if not last:  # a text without turns
             return self.decode(prompt_ids[-32:]).rstrip().endswith(OPENING_TAGS)
@@ -206,8 +198,8 @@ class Tokenizer:
         return self.decode_all([token_id])
 
     def with_ends(self, params: SamplingParams, place: str = "stop") -> SamplingParams:
-        """Replaces stop texts that are special tokens, which no response's text holds, by their ids.
-        UserError for a special token within a stop text, and for ids outside the vocabulary."""
+        """Replaces stop texts that are special tokens by their ids. Raises UserError for a special token
+        within a stop text, and for ids outside the vocabulary."""
         check_stop_ids(params, self.vocab_size, place)
         special = {self.name_of(token_id): token_id for token_id in sorted(self.hidden_ids)}
         ids = {special[text] for text in params.stop if text in special}
@@ -227,7 +219,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, place: str) -> tuple[int, ...]:
-        """UserError unless the ids cover the text."""
+        """Raises UserError unless the ids cover the text."""
         if (bad := _HALF_A_CHARACTER.search(text)) is not None:
             where = f"{bad[0]!r}, column {bad.start() + 1}"
             raise UserError(f"{place}: holds half a character ({where}); remove it")
@@ -254,7 +246,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """UserError if folder or tokenizer is missing or broken, or has more tokens than the model's embedding
+    """Raises UserError if the tokenizer is missing or broken, or has more tokens than the model's embedding
     has rows."""
     path = Path(path)
     vocab_size = _vocab_size(path)
@@ -280,8 +272,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """(transformers' tokenizer, the tokenizer that encodes). tokenizer.json is taken as it is: for some
-    families transformers builds another from its vocabulary, with the family's rules and tokens."""
+    """tokenizer.json encodes as it is: for some families transformers builds another tokenizer from its
+    vocabulary."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = path / "tokenizer.json"
@@ -297,7 +289,7 @@ def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """From `read_stop_ids`, the tokenizer's own end, and the token after an answer in the chat template."""
+    """Joins `read_stop_ids`, the tokenizer's own end, and the token after an answer in the chat template."""
     eos = tokenizer.hf.eos_token
     own = None if eos is None else tokenizer.backend.token_to_id(eos)
     end, unknown_end = None, ""
@@ -315,8 +307,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token after an answer in the chat template, if any. TemplateRefusal if it does not write
-    this chat."""
+    """Raises TemplateRefusal if the template does not write the chat that asks it."""
     if not tokenizer.has_template:
         return None
     answer = "0123456789"
@@ -338,7 +329,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def read_stop_ids(path: str | Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json; () if neither has any."""
+    """Reads generation_config.json, else config.json; () if neither has any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
         described = read_json(path / name) if (path / name).is_file() else {}
@@ -362,7 +353,7 @@ def check_stop_ids(params: SamplingParams, vocab_size: int, place: str = "stop")
 
 
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
-    """UserError for ids without an embedding, or a prompt that leaves no room for a response token."""
+    """Raises UserError for ids without an embedding, or a prompt that leaves no room for a response token."""
     if not prompt_ids:
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
@@ -389,6 +380,5 @@ def _vocab_size(path: Path) -> int:
 
 
 def _text_config(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's part of a multimodal config.json, or {}."""
     part = described.get("text_config")
     return part if isinstance(part, Mapping) else {}

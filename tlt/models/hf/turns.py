@@ -1,5 +1,4 @@
-"""Turns of a conversation as tokens and as messages: what the policy wrote is parsed, what its environment
-says is appended. Tokens that were drawn are never encoded again."""
+"""Turns of a conversation as tokens and as messages. Tokens that were drawn are never encoded again."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy. message: as a chat message."""
+    """One turn of the policy."""
 
     message: Message
     calls: tuple[Call, ...] = ()
@@ -85,16 +84,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnWriter:
-    """variables, day: of the chat template (see `Chat`); `tools` is among the variables where there are
-    tools."""
+    """variables, day: see `Chat`; `tools` is among the variables where there are tools."""
 
     tokenizer: Tokenizer
     variables: Mapping[str, Any] = field(default_factory=dict)
     day: date | None = None
 
     def check(self, calls: bool) -> None:
-        """UserError if the template cannot write a turn between two of the policy, or how it writes calls is
-        not known. calls: whether there are tools."""
+        """Raises UserError if the template cannot write a turn between two of the policy, or writes `calls`
+        in an unknown way."""
         if not self.tokenizer.has_template:
             path = self.tokenizer.path
             raise UserError(
@@ -106,7 +104,7 @@ class TurnWriter:
             self._response_template()
 
     def append(self, turn_ids: Sequence[int], said: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens from the end of the policy's turn to the beginning of its next.
+        """Returns the tokens from the end of the policy's turn to the beginning of its next.
 
         turn_ids: the policy's turn; what it wrote of the turn's end is not written twice.
         said: messages of tools, or of the user.
@@ -123,7 +121,7 @@ class TurnWriter:
         return tokenizer.encode_as_it_is(text)
 
     def read(self, turn_ids: Sequence[int]) -> Turn:
-        """What cannot be read as a call is a call without arguments."""
+        """An unreadable call has no arguments."""
         text = self.tokenizer.decode_all([t for t in turn_ids if t not in self.tokenizer.stop_ids])
         plain = self.tokenizer.decode(turn_ids)
         if not self.variables.get("tools"):
@@ -149,7 +147,7 @@ class TurnWriter:
         return Turn(message | {"tool_calls": [{"type": "function", "function": f} for f in functions]}, calls)
 
     def _bare(self, text: str) -> tuple[Call, ...]:
-        """A turn that is nothing but a call's JSON, as small models write it, without the template's tags."""
+        """Small models write a turn of a call's JSON alone, without the template's tags."""
         found = _BARE.fullmatch(re.split(r"</think(?:ing)?>", text)[-1])
         try:
             value = json.loads(found[1]) if found else None
@@ -174,8 +172,8 @@ class TurnWriter:
         )
 
     def _between(self, said: Sequence[Message]) -> str:
-        """What the template writes from the end of an answer on, with the next turn opened. Templates that
-        rewrite earlier turns do so before the mark: what was drawn stays as it was drawn."""
+        """Returns what the template writes after an answer, with the next turn opened. What it rewrites of
+        earlier turns stands before the mark: drawn tokens stay."""
         refusals = []
         called = {"type": "function", "function": {"name": said[0].get("name", "f"), "arguments": {}}}
         for answer in ({}, {"tool_calls": [called]}):
@@ -198,7 +196,7 @@ class TurnWriter:
 
 
 def _after_call(tokenizer: Tokenizer, rest: str) -> str:
-    """Without the call that some templates want before a result: behind it the turn ends."""
+    """Cuts off the call that some templates want before a result."""
     ends = [rest.find(name) for name in map(tokenizer.name_of, tokenizer.stop_ids)]
     found = [place for place in ends if place >= 0]
     return rest[min(found) :] if found else rest

@@ -1,9 +1,7 @@
-"""Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a hash of their content.
+"""Hugging Face checkpoint folders: safetensors ↔ tensors by name.
 
-    DIR/config.json ─── config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
-    DIR/model*.safetensors ──────────────────── header check ◀───────────────────────────┘──▶ {name: tensor}
-
-Tensors that do not match config.json are refused in one line: the file, the tensor and the remedy.
+DIR/config.json ─── config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
+DIR/model*.safetensors ──────────────────── header check ◀───────────────────────────┘──▶ {name: tensor}
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Of the module's tensors, in the order of the layers. Allocates nothing."""
+    """In the order of the layers. Allocates nothing."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in new_transformer(config).state_dict().items()}
 
@@ -73,10 +71,9 @@ def load_tensors(
 class StoredTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors on the CPU, read on access, as `dtype` (None: as stored).
 
-    Names and shapes are `expected_shapes(config)`: of transformers' modules, where several stored tensors may
-    be one (`conversion.py`). UserError at once unless all are there, and on access for values not finite as
-    `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of old transformers, and a tied
-    checkpoint's `lm_head.weight` if it equals the embedding.
+    Names and shapes are `expected_shapes(config)`. Raises UserError at once unless all are there, and on
+    access for values not finite as `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of
+    old transformers, and a tied checkpoint's `lm_head.weight` if it equals the embedding.
     """
 
     def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
@@ -151,7 +148,7 @@ def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
 
 
 def read_safetensors(path: Path | str) -> dict[str, Tensor]:
-    """Whole or in shards, as stored; names, shapes and values are not checked."""
+    """Reads all tensors as stored, without checks."""
     directory = existing_directory(path)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
@@ -268,11 +265,11 @@ def save_model(
     """Writes a checkpoint for `load_tensors` and transformers, whole or not at all. One writer at a time.
 
     tensors: a lazy mapping is read one shard at a time.
-    source: the original checkpoint: its tokenizer, chat template, generation config, and what has not changed
-        of its config.json, are copied; None: nothing is.
+    source: the original checkpoint, whose tokenizer, chat template, generation config and unchanged keys of
+        config.json are copied; None: nothing is.
     extra: further keys of config.json.
 
-    UserError for a folder that holds anything but a checkpoint, and for weights that are not finite.
+    Raises UserError for a folder that holds anything but a checkpoint, and for weights that are not finite.
     """
     target = Path(path).resolve()
     origin = None if source is None else existing_directory(source)
@@ -290,8 +287,7 @@ def save_model(
 def _described(
     origin: Path | None, config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The original's, with this dtype, if it describes the same model; else our own, with the original's
-    token ids."""
+    """Takes the original's config.json if it describes the same model, else our own with its token ids."""
     file = None if origin is None else origin / "config.json"
     known = read_json(file) if file is not None and file.exists() else {}
     if isinstance(config, AnyConfig) and not config.is_text_part:
@@ -312,7 +308,7 @@ def _describes(known: Mapping[str, Any], config: ModelConfig) -> bool:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """OSError if the file cannot be written, instead of safetensors' error."""
+    """Raises OSError, where safetensors has an error of its own."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
@@ -322,7 +318,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of each shard: consecutive tensors that fit together, or a single larger tensor."""
+    """A shard is consecutive tensors that fit together, or a single larger one."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -374,7 +370,7 @@ def _write_tensors(
 
 
 class Carried(Mapping[str, Tensor]):
-    """A checkpoint's tensors outside its text part, as they are stored, each read on access."""
+    """A checkpoint's tensors outside its text part, as stored, read on access."""
 
     def __init__(self, origin: Path) -> None:
         stored = _stored_tensors(_weight_files(origin))

@@ -1,4 +1,4 @@
-"""Attention over a cache, in compiled loops for CPUs: decoding, verification, prefill and the update.
+"""Attention over a cache, in compiled loops for CPUs.
 
 models/attention.py is the reference. To the last bit, a query's result does not depend on other queries,
 other sequences or keys that it does not see.
@@ -23,8 +23,6 @@ PRODUCTS_PER_THREAD = 100_000
 
 
 class Heads(Protocol):
-    """Of `ModelConfig`."""
-
     @property
     def num_heads(self) -> int: ...
     @property
@@ -34,8 +32,6 @@ class Heads(Protocol):
 
 
 class Form(Protocol):
-    """`AttentionForm`."""
-
     @property
     def scale(self) -> float | None: ...
     @property
@@ -47,7 +43,7 @@ class Form(Protocol):
 
 
 class Places(NamedTuple):
-    """columns, positions: of the tokens, int64; positions=None: their columns.
+    """columns, positions: of the tokens, int64; positions None: their columns.
     parents: of draft trees' nodes, int64[B, N], -1 at a root: a node sees what lies before its root, its
         ancestors and itself, whose keys count as if they stood in a chain.
     mask: [.., L], added to the scores.
@@ -64,9 +60,9 @@ class Places(NamedTuple):
 class CompiledAttention:
     """`attention.Cached`, and `attention.SharedPrompts` over a cache.
 
-    layers: per layer, [slots, 2 × kv heads, length, head dim], or, without slots, [2 × kv heads × all
-        columns × head dim].
-    rows: for instance of `rows_of_cache`; see `items.ROW`.
+    layers: per layer, [slots, 2 × kv heads, length, head dim], or, without slots, [2 × kv heads × all columns
+        × head dim].
+    rows: see `items.ROW`.
     real_N: the tokens of the flat batch, in padded sequences; None: there is no padding.
     """
 
@@ -145,8 +141,7 @@ class CompiledAttention:
 
 
 class Packed(CompiledAttention):
-    """Causal attention of whole sequences, whose keys and values go into a cache from column 0 on: see
-    `attention.StoringPrefill`. Prompts that sequences share stand once in the flat batch.
+    """See `attention.StoringPrefill`.
 
     slots: of the sequences; None: `layers` have no slots, and the sequences follow one another.
     """
@@ -170,15 +165,15 @@ class Packed(CompiledAttention):
 
 
 class Rows(NamedTuple):
-    """queries: rows that attend. copies: rows that are stored for another sequence."""
+    """copies: rows that are stored for another sequence."""
 
     queries: list[tuple[int, ...]]
     copies: list[tuple[int, ...]]
 
 
 def rows_of_cache(counts_and_seen: Sequence[tuple[int, int]], num_columns: int) -> Rows:
-    """Of sequences in slots 0, 1, …, with (new tokens, columns that they see); columns, positions and mask
-    have `num_columns` entries a sequence, of which the first are real."""
+    """For sequences in slots 0, 1, …, by (new tokens, columns that they see). num_columns: entries of
+    columns, positions and mask a sequence, of which the first are real."""
     queries: list[tuple[int, ...]] = []
     first = 0
     for slot, (count, seen) in enumerate(counts_and_seen):
@@ -191,7 +186,7 @@ def rows_of_cache(counts_and_seen: Sequence[tuple[int, int]], num_columns: int) 
 def _rows_of_families(
     families: Sequence[tuple[int, Sequence[int]]], places: Iterator[tuple[int, int]]
 ) -> tuple[Rows, list[int]]:
-    """places: (place, room) of each sequence. Returns the columns of the flat batch, too."""
+    """places: (place, room) of each sequence. Also returns the flat batch's columns."""
     queries: list[tuple[int, ...]] = []
     copies: list[tuple[int, ...]] = []
     columns: list[int] = []

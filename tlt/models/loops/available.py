@@ -1,4 +1,4 @@
-"""Loops compiled by Numba for CPUs, where it is installed: imported when first asked for."""
+"""Loops compiled by Numba for CPUs, imported when first asked for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
 
 
 def has_panels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether frozen matrices are multiplied by compiled loops."""
     if device.type != "cpu" or (loops := load()) is None:
         return False
     return dtype in loops.products.PRODUCT_DTYPES

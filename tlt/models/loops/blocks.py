@@ -46,18 +46,16 @@ _CALL = np.dtype([(name, "i8") for name in _NAMES])
 
 @njit(inline="always")
 def multiply_panels(x, num_rows, num_steps, weights, first, end, out, adds):  # type: ignore
-    """Outputs of panels first … end - 1.
-
-    x: (address, words from row to row). out: the same, of float32. A word is a float32, or two bfloat16.
+    """x: (address, words from row to row). out: the same, of float32. A word is a float32, or two bfloat16.
     weights: (address, `compiled_multiply` of their type).
-    adds: whether to add to out, instead of overwriting it.
+    adds: whether to add to out.
     """
     call = x[0], x[1], num_rows, num_steps, weights[0], first, end, out[0], out[1], adds
     loops.call(weights[1], call)
 
 
 def compiled_multiply(dtype: torch.dtype) -> int:
-    """Multiplies by panels of this type, float32 or bfloat16. Its record: `_CALL` (`multiply_panels`)."""
+    """dtype: float32 or bfloat16. The loop's record: `_CALL` (`multiply_panels`)."""
     if dtype == torch.float32:
         return loops.compiled(_multiply_float32)
     return loops.compiled(_multiply_in_tiles if tiles.are_there() else _multiply_bfloat16)
@@ -130,8 +128,7 @@ _NUMBERS = types.UniTuple(types.int64, 7)  # type: ignore[no-untyped-call]
 
 def _block(is_bfloat16: bool) -> Any:
     """A function of 8 · rows + panels, and of (x's address and stride, weights' address, steps, out's address
-    and stride, whether to add). LLVM divides vectors of 16 where the processor's are shorter, which changes
-    no sum."""
+    and stride, whether to add). LLVM may divide vectors of 16, which changes no sum."""
 
     def type_block(typing_context, kind, numbers):  # type: ignore
         def generate(context, builder, signature, values):  # type: ignore
@@ -216,7 +213,6 @@ def _everywhere(builder: Any, word: Any) -> Any:
 
 
 def _add_product(builder: Any, total: Any, word: Any, weights: Any) -> Any:
-    """total + x · weights, for the bits of float32 numbers."""
     fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
         builder.module, ir.FunctionType(_LANES_F32, [_LANES_F32] * 3), f"llvm.fma.v{LANES}f32"
     )
@@ -225,7 +221,6 @@ def _add_product(builder: Any, total: Any, word: Any, weights: Any) -> Any:
 
 
 def _add_pair(builder: Any, total: Any, word: Any, weights: Any) -> Any:
-    """total + x · weights, for words of two bfloat16 numbers."""
     if "+avx512bf16" in FEATURES:
         kind = ir.FunctionType(_LANES_F32, [_LANES_F32, _LANES_I32, _LANES_I32])
         operands = [total, _everywhere(builder, word), weights]

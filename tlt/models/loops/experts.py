@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of experts, each row with its own expert's: the sums of products.py.
+"""Products of rows with their experts' matrices: the sums of products.py.
 
 x [S, I], sorted by expert      ends [X]: after each expert's rows      ─▶ [S, O]
 """
@@ -20,7 +20,7 @@ _CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _FIELDS)])
 
 
 class ExpertPanels:
-    """Frozen matrices of one shape, each as `Panels`, one behind the other."""
+    """Matrices of one shape, each as `Panels`, one behind the other."""
 
     def __init__(self, num_experts: int, num_in: int, num_out: int, dtype: torch.dtype) -> None:
         self.experts = [Panels(num_in, num_out, dtype) for _ in range(num_experts)]

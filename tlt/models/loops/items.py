@@ -86,8 +86,7 @@ def _attend(at, call, arrays):  # type: ignore
 
 
 def compiled_item(dtype: torch.dtype) -> int:
-    """Attends an item: float32 queries, over a cache of this type. Its record: the addresses of the call, the
-    queries, the cache, the output and a workspace, the row and the key head."""
+    """Attends an item: float32 queries, over a cache of this type."""
     return loops.compiled(_item_float32 if dtype == torch.float32 else _item_bfloat16)
 
 
@@ -113,14 +112,13 @@ def call_at(address):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def workspace(call):  # type: ignore
-    """Of one thread: room for what `_parts_of` tells apart."""
     num_queries, dim = call.most_new * (call.num_heads // call.num_kv_heads), call.head_dim
     return np.zeros(num_queries * (dim + _width(dim) + _KEYS + _2) + _KEYS * _width(dim), np.float32)
 
 
 @njit(nogil=True, cache=True)
 def _parts_of(call, work):  # type: ignore
-    """(queries, scores, sums, largest scores, totals, panels)."""
+    """Returns (queries, scores, sums, largest scores, totals, panels)."""
     num_queries, dim = call.most_new * (call.num_heads // call.num_kv_heads), call.head_dim
     scores = work + np.int64(_4 * num_queries * dim)
     sums = scores + np.int64(_4 * num_queries * _KEYS)
@@ -150,7 +148,7 @@ def _width(dim):  # type: ignore
 
 @njit(inline="always")
 def _keys_at(call, rows, row, kv_head):  # type: ignore
-    """(where the key head begins, numbers to its values, columns)."""
+    """Returns (where the key head begins, numbers to its values, columns)."""
     num_heads, dim = _2 * call.num_kv_heads, call.head_dim
     place, columns = _U64(rows[row + _PLACE]), call.capacity
     at = place * num_heads * max(columns, _1) * dim
@@ -161,7 +159,6 @@ def _keys_at(call, rows, row, kv_head):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def store_item(call, arrays, row, kv_head):  # type: ignore
-    """Writes a row's keys and values of a head."""
     qkv, layer, _ = arrays
     rows, row = int64_at(call.rows), row * ROW
     keys_at, to_values, capacity = _keys_at(call, rows, row, kv_head)
@@ -178,7 +175,6 @@ def store_item(call, arrays, row, kv_head):  # type: ignore
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _attend_item(call, arrays, row, kv_head, work):  # type: ignore
-    """work: the address of a workspace."""
     qkv, layer, out = arrays
     work = _parts_of(call, work)
     queries, _, sums, largest, totals, _ = work
@@ -239,7 +235,6 @@ def _multiply(call, x, num_rows, num_in, panels, num_out, out, adds):  # type: i
 
 @njit(inline="always")
 def _of_query(work, query, dim):  # type: ignore
-    """The workspace from a query on."""
     queries, scores, sums, largest, totals, panels = work
     return (
         queries[query * dim :],
@@ -253,8 +248,8 @@ def _of_query(work, query, dim):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _attend_path(call, layer, places, at, start, group, work):  # type: ignore
-    """A node of a tree: adds what its sequence has from column `start` on, its ancestors and itself, as if
-    they followed one another."""
+    """Of a tree's node, adds the sequence from column `start` on, ancestors and itself as if they followed
+    one another."""
     keys_at, to_values, capacity = places
     columns, positions = int64_at(call.columns), int64_at(call.positions)
     parents, root = int64_at(call.parents), at - at % call.tree_size
@@ -282,7 +277,6 @@ def _attend_path(call, layer, places, at, start, group, work):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _first_start(call, at, num_new):  # type: ignore
-    """Of the first keys that a window reaches."""
     if not call.window:
         return _U64(0)
     positions = int64_at(call.positions)
@@ -328,7 +322,7 @@ def _hide_far(call, scores, num_queries, group, count, at, start):  # type: igno
 
 @njit(nogil=True, cache=True)
 def _weigh(scores, num_rows, width, sums, largest, totals):  # type: ignore
-    """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals` likewise."""
+    """Replaces scores s by exp(s - largest so far), and rescales `sums` and `totals`."""
     for row in range(num_rows):
         found = _largest(scores, row * _KEYS)
         if found > largest[row]:

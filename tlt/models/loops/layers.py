@@ -1,11 +1,11 @@
-"""A decoder's layers in one call of compiled loops, for CPUs: no operation of PyTorch in between, which for
-few tokens takes longer than the arithmetic.
+"""A decoder's layers in one call of compiled loops: for few tokens, PyTorch's operations take longer than the
+arithmetic.
 
     x ─▶ [ norm ─▶ qkv ─▶ rotate, store, attend ─▶ add
            norm ─▶ gate, up, silu ─▶ down, add ]  × layers ─▶ norm
 
-A row's bits depend on that row and its keys alone (products.py, attention.py). Between
-products numbers are float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
+A row's bits depend on that row and its keys alone (products.py, attention.py). Between products numbers are
+float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from tlt.models.loops.stages import CACHE, CALL, CAPTURED, LAYER, STAGES, compil
 
 
 class Sizes(Heads, Protocol):
-    """Of `ModelConfig`."""
-
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -48,7 +46,7 @@ class Linear(Protocol):
 
 
 class LayerWeights(Protocol):
-    """packed.py's layer. input_norms: of what attention reads, a norm a vector."""
+    """input_norms: of what attention reads, a norm a vector."""
 
     qk_norm_weight: Tensor | None
 
@@ -67,7 +65,7 @@ class LayerWeights(Protocol):
 
 
 def fills_panels(config: Sizes) -> bool:
-    """Whether no panel of its layers is padded, so that they run in one call."""
+    """Whether no panel of the layers is padded, so that they run in one call."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
     return all(size % LANES == 0 for size in sizes)
 
@@ -86,7 +84,6 @@ class CompiledLayers:
         return isinstance(attend, CompiledAttention)
 
     def loaded(self) -> None:
-        """Weights have changed."""
         self.table_LC = None
 
     def _fill_table(self) -> None:
@@ -159,7 +156,8 @@ class CompiledLayers:
     def prepare(
         self, num_tokens: int, given: Mapping[str, int], attend: CompiledAttention, num_threads: int
     ) -> tuple[Any, Tensor]:
-        """The record of a run that captures nothing, and memory for it. given: the caller's numbers."""
+        """Returns the record of a run that captures nothing, and memory for it. given: the caller's
+        numbers."""
         if self.table_LC is None:
             self._fill_table()
         c, table_LC = self.config, self.table_LC
@@ -193,12 +191,10 @@ class CompiledLayers:
 
     @property
     def num_counted(self) -> int:
-        """Stages."""
         return STAGES * len(self.layers) + 1
 
     @property
     def num_weights(self) -> int:
-        """Of a layer."""
         c = self.config
         return c.hidden_size * (2 * c.num_heads * c.head_dim + 3 * c.intermediate_size)
 

@@ -1,4 +1,4 @@
-"""Panels (products.py) of what a loop has just computed."""
+"""Makes panels (products.py) within a loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LANES_I32, _LANES_I16 = (ir.VectorType(ir.IntType(bits), LANES) for bits in (32
 @njit(nogil=True, cache=True)
 def turn_into_panels(source, at, num_out, num_in, panels):  # type: ignore
     """A matrix [O, I], float32 or the bits of bfloat16, becomes float32 panels [ceil(O / 16), I, 16]. Lanes
-    beyond O keep what was there: nobody may use their sums."""
+    beyond O are undefined."""
     whole = num_out // _LANES * _LANES if num_in % _LANES == _U64(0) else _U64(0)
     for o in range(_U64(0), whole, _LANES):
         for i in range(_U64(0), num_in, _LANES):
@@ -36,7 +36,7 @@ def turn_into_panels(source, at, num_out, num_in, panels):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def fill_panels(source, at, num_in, num_out, panels):  # type: ignore
-    """The same for a matrix [I, O], whose rows already lie as panels want them."""
+    """The same for a matrix [I, O]."""
     whole = num_out // _LANES * _LANES
     for o in range(_U64(0), whole, _LANES):
         for i in range(num_in):
@@ -47,7 +47,6 @@ def fill_panels(source, at, num_in, num_out, panels):  # type: ignore
 
 
 def _load_lanes(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> Any:
-    """16 numbers of an array, widened."""
     pointer = builder.gep(context.make_array(kind)(context, builder, array).data, [place])
     if isinstance(kind.dtype, types.Float):
         return builder.load(builder.bitcast(pointer, _LANES_F32.as_pointer()), align=4)
@@ -71,8 +70,7 @@ def _type_copy(typing_context, source, at, panels, to):  # type: ignore
 
 
 def _type_turn(typing_context, source, at, stride, panels, to):  # type: ignore
-    """16 rows of 16 numbers become 16 columns: in each of four steps, pairs of rows exchange halves of their
-    groups."""
+    """Turns 16 rows into columns: in each of four steps, pairs of rows exchange halves of their groups."""
 
     def generate(context, builder, signature, values):  # type: ignore
         array, at, stride, panels, to = values

@@ -5,8 +5,8 @@
 
 An output is the sum of its products in the order of the inputs, in float32, each added by one rounding (fma),
 whatever rows and panels are computed with it and by however many threads: its bits depend on its own row
-alone. In bfloat16, inputs and weights go in pairs, which some processors add by one instruction, or even
-16 pairs (tiles.py).
+alone. In bfloat16, inputs and weights go in pairs, which some processors add by one instruction, some even 16
+pairs (tiles.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS_PER_THREAD = 250_000
 
 
 class Panels:
-    """A frozen matrix. Its memory stays where it is when others are loaded.
+    """A frozen matrix. Loading other weights keeps its memory.
 
     weights: [panels, I, 16], in bfloat16 [panels, I / 2, 16, 2]; beyond O and I zeros.
     """
@@ -67,7 +67,6 @@ class Panels:
         return out_NO[:, : self.num_out].to(self.weights.dtype)
 
     def as_words(self, x_NI: Tensor) -> Tensor:
-        """Rows as the loops read them."""
         is_odd = self.num_in < self.weights.shape[1] * self.in_pairs
         return (F.pad(x_NI, (0, 1)) if is_odd else x_NI).to(self.weights.dtype).contiguous()
 
@@ -77,7 +76,7 @@ def threads_for(num_products: int) -> int:
 
 
 def items_for(num_threads: int) -> int:
-    """A thread that is late leaves items to the others."""
+    """A late thread leaves items to the others."""
     return 1 if num_threads == 1 else 2 * num_threads
 
 
@@ -108,7 +107,7 @@ def _product(at):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def multiply_float32(x, num_rows, num_in, weights, first, end, out, adds):  # type: ignore
-    """`multiply_panels` of float32 inputs, rounded to the weights' type.
+    """Rounds float32 inputs to the weights' type.
 
     weights: (address, address of the function that multiplies by them, an array of such numbers).
     """

@@ -1,7 +1,7 @@
-"""The stages of a decoder's layers, as compiled loops: see layers.py.
+"""The stages of layers.py, as compiled loops.
 
-Items of a stage: equal shares of rows (norms) or of panels (products); of attention, see items.py.
-Whoever finds none left waits until all are done, so that any number of threads may come.
+Items of a stage: equal shares of rows (norms) or of panels (products); of attention, see items.py. A thread
+that finds none left waits until all are done.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _run(at):  # type: ignore
 
 
 def compiled_layers(dtype: torch.dtype) -> int:
-    """Runs the layers. Its record: the addresses of the call, of the stages' counters and of a workspace."""
+    """The record: addresses of the call, of the stages' counters and of a workspace."""
     return loops.compiled(_layers_float32 if dtype == torch.float32 else _layers_bfloat16)
 
 
@@ -196,13 +196,11 @@ def finish(counter):  # type: ignore
 
 @njit(inline="always")
 def share(call, part, size):  # type: ignore
-    """(first, end) of one of `parts` equal shares."""
     return size * part // call.parts, size * (part + 1) // call.parts
 
 
 @njit(nogil=True, cache=True)
 def _read_part(call, layers, at, read, part):  # type: ignore
-    """Keeps what is captured, and normalizes what attention reads."""
     num_norms, gains, hidden = layers[at + _NUM_NORMS], layers[at + _INPUT_GAINS], call.hidden
     start, end = share(call, part, call.num_tokens)
     for row in range(start, end):

@@ -47,7 +47,7 @@ def are_there() -> bool:
 def multiply(call, panels_at_once):  # type: ignore
     """A call of `blocks.multiply_panels` by bfloat16 weights, whose num_steps is a multiple of 16.
 
-    Two tiles of rows by two panels, or one tile by four panels, so that four sums are under way.
+    Four sums are under way: two tiles of rows by two panels, or one tile by four.
     """
     for start in range(call.first, call.end, panels_at_once):
         stop = min(start + panels_at_once, call.end)

@@ -43,8 +43,8 @@ class Items(NamedTuple):
 
 
 def attend(q_NHD: Tensor, k_XKLD: Tensor, v_XKLD: Tensor, items: Items, scale: float | None = None) -> Tensor:
-    """[N, H · D]; undefined for queries of no item. k, v: [slots, kv heads, columns, D], of equal strides.
-    scale: None: 1 / √D."""
+    """Returns [N, H · D], undefined for queries of no item. k, v: [slots, kv heads, columns, D], of equal
+    strides. scale: None: 1 / √D."""
     (num_queries, num_heads, head_dim), num_kv_heads = q_NHD.shape, k_XKLD.shape[1]
     assert k_XKLD.stride() == v_XKLD.stride()
     out_NHD = q_NHD.new_empty(num_queries, num_heads, head_dim)
