@@ -85,14 +85,15 @@ class Sequence:
         """Whether routes "first" still misses some. They are of responses that one engine drew alone."""
         return not self.request.token_ids and self.num_tokens <= ROUTED_TOKENS
 
-    def note_read(self, routes_TR: Tensor) -> None:
-        """Keeps a prefill's routes. Tokens that another engine drew keep its routes, like its
-        log-probabilities."""
-        if (drawn := self.request.routes) is None:
-            self.routes.append(routes_TR)
-        elif not self.routes:
+    def note_read(self, first: int, routes_TR: Tensor) -> None:
+        """Keeps a prefill's routes, from position `first` on. Tokens of earlier turns, and those that another
+        engine drew, keep their routes, like their log-probabilities."""
+        if not self.routes and (drawn := self.request.routes) is not None:
             rows_TR = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).view(-1, routes_TR.shape[1])
             self.routes.append(rows_TR.to(routes_TR.device))
+        num_known = sum(map(len, self.routes))
+        assert first <= num_known, "a token was read without its routes"
+        self.routes.append(routes_TR[num_known - first :])
 
     def note_routes(self, routes_NR: Tensor, of_all: bool) -> None:
         """Call it before `commit`. of_all: False: of the response's first ROUTED_TOKENS alone, without the

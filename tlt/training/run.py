@@ -144,7 +144,12 @@ class Run:
         self.scorers = RewardPool(reward_spec(config), rewards.num_workers, rewards.timeout_seconds)
         chat, window = chat_format(config), model.config.max_positions
         self.between_turns = build_between_turns(
-            config.environment, model.tokenizer, chat, window, self.scorers.reads_environments
+            config.environment,
+            model.tokenizer,
+            chat,
+            window,
+            keeps_states=self.scorers.reads_environments,
+            keeps_routes=config.rollout.router_replay,
         )
         sinks = Sinks(self.scorers, self.data.decode, self.files.journal, self.between_turns)
         queue = queue or connect_work_queue(

@@ -24,7 +24,7 @@ from tlt.apps.run.start import preflight
 from tlt.base.config.algorithm import AlgorithmSection
 from tlt.base.config.load import load_config
 from tlt.base.config.sampling import SamplingSection
-from tlt.base.types import Reward, Rollout, id_of
+from tlt.base.types import Reward, Rollout, Turns, id_of
 from tlt.engine import sequence
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.any import AnyTarget, AnyTransformer
@@ -131,6 +131,32 @@ def test_tokens_keep_the_routes_that_they_were_drawn_with_where_another_engine_g
                 assert len(rollout.routes) == 4 * 2 * rows
                 del drawn[id_of(rollout)]
     assert not drawn
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_later_turn_keeps_the_routes_of_earlier_ones(parks: bool) -> None:
+    """Also of tokens that are read again: those of the first turn are swapped here, and stay so."""
+    engine, said = make_engine("Qwen3-30B-A3B", "all"), (3, 5, 7)
+    engine.parks = parks
+    ended = {}
+    asked = make_requests()
+    first = {id_of(one): replace(one, params=replace(one.params, max_tokens=9)) for one in asked}
+    for rollout in [*engine.generate(first.values())]:
+        swapped = bytes(7 - route for route in rollout.routes or b"")
+        turns = Turns(given=((len(rollout.token_ids), len(rollout.token_ids) + len(said)),))
+        request = next(one for one in asked if id_of(one) == id_of(rollout))
+        ended[id_of(rollout)] = replace(
+            request,
+            token_ids=rollout.token_ids + said,
+            logprobs=rollout.logprobs + (0.0,) * len(said),
+            routes=swapped,
+            turns=turns,
+        )
+    for rollout in engine.generate(ended.values()):
+        before = ended[id_of(rollout)].routes or b""
+        wanted = their_routes("Qwen3-30B-A3B", [*rollout.prompt_ids, *rollout.token_ids[:-1]])
+        assert (rollout.routes or b"").startswith(before)
+        assert torch.equal(routes_of(rollout, (4, 2))[len(before) // 8 :], wanted[len(before) // 8 :])
 
 
 # ── the update ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -298,9 +298,6 @@ class Config(Section):
         if rollout.router_replay and rollout.engine == "vllm":
             what = "rollout.router_replay is true, but engine vllm tells no routes"
             yield f"{what}: set it to false, or rollout.engine to tlt"
-        if self.environment.is_used and rollout.router_replay:
-            what = "rollout.router_replay is true, but routes of several turns are not kept"
-            yield f"{what}: set it to false"
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"

@@ -221,7 +221,7 @@ class RolloutEngine(RolloutBackend):
         captured_TF, routes_TR = self._split(captured_TF)
         if routes_TR is not None:
             for slot in slots:
-                self.running[slot].note_read(routes_TR)
+                self.running[slot].note_read(first, routes_TR)
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:

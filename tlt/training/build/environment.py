@@ -55,6 +55,7 @@ def build_between_turns(
     chat: ChatFormat,
     window: int,
     keeps_states: bool = False,
+    keeps_routes: bool = False,
 ) -> BetweenTurns:
     """tokenizer: None: only without an environment."""
     if not section.is_used:
@@ -80,6 +81,7 @@ def build_between_turns(
         speaks=speaks,
         gives_reward=rewards,
         keeps_states=keeps_states,
+        keeps_routes=keeps_routes,
     )
 
 

@@ -69,6 +69,7 @@ class Conversations(BetweenTurns):
     max_turns: of the policy in a response. window: most tokens of prompt and response.
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
     keeps_states: whether an ended response has its environment's state, for reward functions.
+    keeps_routes: whether responses have the routes of all tokens, so that those of earlier turns are kept.
     """
 
     lets_go_on = True
@@ -83,10 +84,12 @@ class Conversations(BetweenTurns):
         speaks: bool,
         gives_reward: bool,
         keeps_states: bool = False,
+        keeps_routes: bool = False,
     ) -> None:
         self.pool, self.writer_of = pool, writer_of
         self.max_turns, self.window = max_turns, window
         self.speaks, self.gives_reward, self.keeps_states = speaks, gives_reward, keeps_states
+        self.keeps_routes = keeps_routes
         self._waiting: dict[ResponseId, Talk] = {}
         self._whole: list[Finished] = []
 
@@ -220,7 +223,7 @@ class Conversations(BetweenTurns):
             token_ids=rollout.token_ids + said,
             logprobs=rollout.logprobs + (0.0,) * len(said),
             drafts=rollout.drafts,
-            routes=None,
+            routes=rollout.routes if self.keeps_routes else None,
             turns=turns,
         )
 

@@ -80,13 +80,14 @@ class FileJournal(Journal):
         self._run, self._saved, self._base = run, saved, saved()
         self._file: int | None = None
         self._phase, self._written = "", dict[ResponseId, int]()
+        self._routed: dict[ResponseId, int] = {}
         self._num_steps = 0
         index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
         self._index = {phase: index.get(phase, []) for phase in broadcast_json(world, sorted(index))}
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         self._follow_checkpoint()
-        self._phase, self._written = phase, {}
+        self._phase, self._written, self._routed = phase, {}, {}
         if phase not in self._index:
             return Recalled(requests)
         places = self._index.pop(phase)
@@ -115,12 +116,20 @@ class FileJournal(Journal):
         about: dict[str, Any] = {
             "prompt": fingerprint(request.prompt_ids),
             "drafts": drafts,
-            "routes": _routes_from(first, request),
+            "routes": self._new_routes(request),
             "turns": _write_turns(request.turns),
         }
         stretch = request.token_ids[first:], request.logprobs[first:]
         self._append("part", response_id, *stretch, first=first, **about)
         self._written[response_id] = len(request.token_ids)
+
+    def _new_routes(self, so_far: Request) -> list[str] | None:
+        """Of the tokens read since this response was last written."""
+        if so_far.routes is None:
+            return None
+        first = self._routed.get(id_of(so_far), 0)
+        self._routed[id_of(so_far)] = len(so_far.routes)
+        return [b64encode(so_far.routes[first:]).decode()]
 
     def note_finished(self, rollout: Rollout) -> None:
         """A record with `by_group` counts only once its whole group has rewards: the reward functions get the
@@ -187,15 +196,6 @@ def _write(file: int, record: JournalRecord) -> None:
     left = memoryview(record.encode())
     while left:
         left = left[os.write(file, left) :]
-
-
-def _routes_from(first: int, so_far: Request) -> list[str] | None:
-    """Of the tokens read since the response had `first` ones; the last token is not yet read."""
-    if (routes := so_far.routes) is None:
-        return None
-    num_prompt = len(so_far.prompt_ids)
-    width = len(routes) // (num_prompt + len(so_far.token_ids) - 1)
-    return [b64encode(routes[width * (num_prompt + first - 1) if first else 0 :]).decode()]
 
 
 def _write_turns(turns: Turns | None) -> dict[str, Any] | None:

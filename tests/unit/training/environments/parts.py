@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.unit.models.hf.checkpoint_parts import SIZES
 
@@ -42,15 +48,24 @@ CALLS = (
 
 
 def write_model(
-    path: Path, seed: int = 0, calls: Sequence[str] = CALLS, template: str = TEMPLATE, **sizes: int
+    path: Path,
+    seed: int = 0,
+    calls: Sequence[str] = CALLS,
+    template: str = TEMPLATE,
+    has_experts: bool = False,
+    **sizes: int,
 ) -> Path:
-    """A random Qwen2 in float64. Several letters end a turn, so that turns are short."""
+    """A random Qwen2 in float64, or Qwen3 with experts. Several letters end a turn, so that turns are short."""
     alphabet = [*"Ċ", *(chr(n) for n in range(33, 127)), "Ġ"]
     torch.manual_seed(seed)
     size = len(SPECIAL) + len(alphabet) + len(calls)
     ends = [2, *(len(SPECIAL) + alphabet.index(letter) for letter in "QXYZ")]
     shape = {**SIZES, "vocab_size": size, "max_position_embeddings": 2048, "eos_token_id": ends, **sizes}
-    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(path)
+    if has_experts:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).save_pretrained(path)
+    else:
+        Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(path)
     tokenizer = Tokenizer(models.BPE(vocab={t: n for n, t in enumerate([*SPECIAL, *alphabet])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

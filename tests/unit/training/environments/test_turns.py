@@ -93,6 +93,16 @@ def test_speculation_changes_nothing(
         assert sum(asked[0].values()) <= sum(one["num_calls"] for one in turns)
 
 
+@pytest.mark.parametrize("speculation", ["off", "ngram:3x1x3"])
+def test_the_update_replays_the_experts_of_all_turns(tmp_path: Path, speculation: str) -> None:
+    model = parts.write_model(tmp_path / "model", has_experts=True)
+    rollout = {"router_replay": True, "speculation": speculation}
+    assert train(configure(model, tmp_path / "run", "tools", rollout=rollout)).is_finished
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["update"]["router_gap"] for step in metrics] == [0.0, 0.0]  # NaN: nothing was compared
+    assert sum(len(one["turns"]["given"]) for one in responses(tmp_path / "run")) > 4
+
+
 def test_a_turn_is_the_templates_text_and_the_drawn_tokens_stay(model: Path, tmp_path: Path) -> None:
     """transformers renders the conversation: it is the response's text, token by token."""
     config = configure(model, tmp_path / "run", "tools")

@@ -145,6 +145,19 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     )
 
 
+def test_routes_of_several_turns_are_written_once_though_what_was_said_has_none_yet(tmp_path: Path) -> None:
+    requests = ask(1)
+    journal = open_journal(tmp_path)
+    journal.begin("rollout 0", requests)
+    request, routes = requests[0][0], random.Random(0).randbytes(2 * (3 + 40 - 1))
+    whole = replace(Running(request, 40).to_request(), turns=Turns())
+    for num_tokens, num_read in ((10, 12), (14, 12), (40, 42)):  # a turn, what was said to it, the next turn
+        so_far = replace(whole, token_ids=whole.token_ids[:num_tokens], routes=routes[: 2 * num_read])
+        journal.note_turn(replace(so_far, logprobs=whole.logprobs[:num_tokens]))
+    ((begun, _),) = open_journal(tmp_path).begin("rollout 0", requests).requests
+    assert (begun.token_ids, begun.routes) == (whole.token_ids, routes)
+
+
 def test_a_response_that_could_not_be_scored_is_scored_again(tmp_path: Path) -> None:
     requests = ask(1)
     journal = open_journal(tmp_path)
