@@ -16,36 +16,9 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, create_fastapi_app
 from openenv.core.env_server.types import State
 
-THINGS = [
-    "ball",
-    "bell",
-    "book",
-    "bowl",
-    "box",
-    "brush",
-    "card",
-    "clock",
-    "coat",
-    "comb",
-    "cup",
-    "doll",
-    "drum",
-]
-THINGS += [
-    "fork",
-    "jar",
-    "key",
-    "kite",
-    "knife",
-    "lamp",
-    "map",
-    "mug",
-    "ring",
-    "rope",
-    "shoe",
-    "spoon",
-    "vase",
-]
+THINGS = ["ball", "bell", "book", "bowl", "box", "brush", "card", "clock", "coat"]
+THINGS += ["comb", "cup", "doll", "drum", "fork", "jar", "key", "kite", "knife"]
+THINGS += ["lamp", "map", "mug", "ring", "rope", "shoe", "spoon", "vase"]
 NUM_TURNS = 4
 NUM_NAMED = NUM_TURNS * (NUM_TURNS + 1) // 2
 MAX_SESSIONS = 64
