@@ -1,17 +1,17 @@
-"""Block drafters: one pass drafts a block of tokens. A trainable and a packed copy.
+"""Block drafters: one pass drafts a block of tokens.
 
     captured layers at t ─ fc ─ hidden_norm ─▶ context t ─ k_proj, v_proj of every layer ─▶ kept per token
                                                                    │ read by
     block   [anchor, mask, mask, …] at p, p+1, p+2, … ─ embed ─▶ layers ─ norm ─ head ─▶ logits of every slot
 
-The anchor is the last committed token, at position p. The context holds the tokens before it: the target has
-not read the anchor yet. Slots of a block see each other. The context's keys and values skip input_layernorm.
+The anchor is the last committed token, at position p. The target has not read the anchor yet: the context
+holds the tokens before it, and skips input_layernorm. Slots of a block see each other.
 
     dflash   slot k, from 1 on, proposes token p+k          DFlash (z-lab)
     dspark   slot k, from 0 on, proposes token p+k+1        DSpark (arXiv 2607.05147), which may add a
              Markov head: logits of slot k += W2 W1[the token at p+k], so that slots agree with each other
 
-A mask's embedding is the target's, of an unused token (`mask_token_id`): other engines load no other.
+A mask's embedding is the target's, of an unused token (`mask_token_id`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tlt.models.rope import apply_rope
 
 
 class MarkovHead(nn.Module):
-    """Low-rank bias of the next token's logits by the token before it."""
+    """A low-rank bias of the logits by the token before."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class BlockModel(DraftModel):
         return self
 
     def context(self, captured_NF: Tensor, positions_N: Tensor) -> list[Tensor]:
-        """Per layer, the context's rotated keys and its values [N, 2K, D]."""
+        """Returns, per layer, the context's rotated keys and its values [N, 2K, D]."""
         read_NE = self.hidden_norm(self.fc(captured_NF[..., : self.config.feature_size]))
         rope, num_keys = self.rope_at(read_NE, positions_N), self.config.layer.num_kv_heads
         return [apply_rope(kv(read_NE), num_keys, *rope) for kv in self._kv()]
@@ -86,8 +86,6 @@ class BlockModel(DraftModel):
 
 
 class PackedBlock(PackedDrafter):
-    """One matrix makes all layers' keys and values of the context."""
-
     model_class = BlockModel
     config: BlockShape
 
@@ -159,7 +157,7 @@ def fill_blocks(shape: BlockShape, anchors_A: Tensor, num_slots: int) -> Tensor:
 
 
 def run_blocks(drafter: BlockModel | PackedBlock, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-    """Hidden states [A, block_size, E] of a block at each anchor."""
+    """Returns hidden states [A, block_size, E]."""
     shape, device = drafter.config, text.token_ids_N.device
     positions_N = torch.cat([torch.arange(length, device=device) for length in text.lengths])
     index_A = upload(flatten_anchors(text.lengths, anchors), device)

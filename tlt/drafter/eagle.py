@@ -1,4 +1,4 @@
-"""The drafters of EAGLE's family: one layer, in a trainable and in a packed copy.
+"""The drafters of EAGLE's family: one layer.
 
     pair t:  embedding(token t+1), hidden t ─▶ one decoder layer ─▶ hidden t+1 ─ head ─▶ token t+2
 
@@ -8,9 +8,8 @@
              attention reads norm(embedding) ‖ norm(hidden), the residual stream starts as hidden, or,
              with norm_before_residual (speculators), as norm(hidden)
 
-Pair t has the rotary position t. While drafting, the drafter's own hidden state replaces the target's.
-`eagle` (arXiv 2401.15077) applies the target's head to the hidden state; `eagle3` (arXiv 2503.01840)
-normalizes it first.
+Pair t has the rotary position t. `eagle` (arXiv 2401.15077) applies the target's head to the hidden state;
+`eagle3` (arXiv 2503.01840) normalizes it first.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class EagleModel(DraftModel):
     def forward(
         self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
     ) -> Tensor:
-        """The next hidden_ME: the predicted features of the embedded tokens."""
+        """Returns the predicted features of the embedded tokens."""
         rope, pair = self.rope_at(hidden_ME, positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
             hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)
@@ -99,7 +98,6 @@ class PackedEagle(PackedDrafter):
 
 
 def _predict(drafter: EagleModel | PackedEagle, text: PackedText, anchors: Anchors, embed: Embed) -> Tensor:
-    """Outputs [R, E] at the anchors' pairs."""
     pairs = align(text.lengths, text.token_ids_N.device)
     embeddings_ME = embed(text.token_ids_N[pairs.token_index_M])
     hidden_ME = drafter.fuse(text.captured_NF[pairs.feature_index_M].to(embeddings_ME.dtype))

@@ -39,7 +39,6 @@ def pack_drafter(
 
 
 def find_misfit(shape: DrafterShape, tensors: Mapping[str, Tensor]) -> str | None:
-    """Error text for the first mismatch, or None."""
     with torch.device("meta"):
         model = new_model(shape)
     return find_mismatch(model, tensors)

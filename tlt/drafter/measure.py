@@ -1,12 +1,12 @@
 """The measure of a drafter: its acceptance on sampled responses, and the agreement of its two copies.
 
-The engine's target reads a response once, which gives p, the distribution of each token. The drafter,
-teacher-forced on the same tokens, gives q, the distribution of its first drafted token.
+The engine's target reads a response once, which gives p of each token. The drafter, teacher-forced on the
+same tokens, gives q of its first drafted token.
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
-It bounds the probability that a draft token is accepted (Leviathan et al., arXiv 2211.17192). It does not
-depend on the tuner's strategies, and has no noise from the tokens drawn.
+It bounds the probability that a draft token is accepted (Leviathan et al., arXiv 2211.17192). It depends
+neither on the tuner's strategies nor on the tokens drawn.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ class DrafterCopies:
 
 @dataclass(frozen=True)
 class Sample:
-    """Responses read by the target, packed with their prompts.
-
-    lengths: tokens of each response with its prompt.
-    anchors: by response, the token before each measured response token; R in all.
+    """lengths: tokens of each response with its prompt.
+    anchors: by response, the token before each measured one; R in all.
     target_RV: the target's distributions of the measured tokens, float64.
     """
 
@@ -84,9 +82,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums measured by one rank.
-
-    accepted: expected number of accepted draft tokens.
+    """accepted: expected number of accepted draft tokens.
     retrieved: number of tokens that retrieval would have drafted.
     distance: relative distance between the logits of the two copies.
     checksum: sum of the trained weights.
@@ -105,8 +101,8 @@ class Tally:
 
 
 class Measurement:
-    """Measures a drafter on random responses of one rank. If not `is_due`, a small sample with cut prompts
-    compares the two copies, and acceptance is measured only if the engine's outputs are not finite."""
+    """Reads random responses of one rank. If not `is_due`, a small sample with cut prompts compares the two
+    copies, and acceptance is measured only if the engine's outputs are not finite."""
 
     @torch.no_grad()
     def __init__(
@@ -128,7 +124,6 @@ class Measurement:
 
     @torch.no_grad()
     def accepted(self) -> float:
-        """NaN if not measured."""
         if not self.is_due or self.sample is None:
             return math.nan
         packed = self.copies.packed
@@ -183,7 +178,7 @@ def to_check(tallies: Sequence[Tally], version: int, training: str) -> DrafterCh
 
 
 def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
-    """RuntimeError if weights or draft vocabularies differ between ranks, or logits between the two
+    """Raises RuntimeError if weights or draft vocabularies differ between ranks, or logits between the two
     copies."""
     for rank, tally in enumerate(tallies):
         if tally.checksum != tallies[0].checksum:
@@ -204,11 +199,10 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
 
 
 def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
-    """Index of a sampled response → number of its tokens to measure.
+    """Returns the number of tokens to measure by the response's index.
 
     Takes whole responses, the last one cut off, up to `max_tokens`, or `READ_FOR_EACH` times as many with
-    prompts; the first response always. No pair predicts the first token after a one-token prompt, so these
-    responses are skipped.
+    prompts. A response to a one-token prompt is skipped: no pair predicts its first token.
     """
     counts: dict[int, int] = {}
     left_to_read = READ_FOR_EACH * max_tokens
@@ -231,8 +225,7 @@ def read_sample(
     capture: tuple[int, ...],
     temperature: float,
 ) -> Sample:
-    """At most `READ_AT_ONCE` tokens per forward. A response's last measured token is predicted but
-    not read."""
+    """A response's last measured token is predicted but not read."""
     rows = [[*rollouts[i].prompt_ids, *rollouts[i].token_ids[: count - 1]] for i, count in counts.items()]
     lengths = tuple(len(row) for row in rows)
     anchors = []
@@ -281,8 +274,7 @@ def engine_logits(drafter: PackedDrafter, target: Target, sample: Sample) -> Ten
 def trainer_logits(
     model: DraftModel, target: Target, sample: Sample, token_ids: Tensor | None = None
 ) -> Tensor:
-    """[R, draft vocabulary], float64, computed in the model's dtype. token_ids: the engine copy's draft
-    vocabulary."""
+    """[R, draft vocabulary], float64, computed in the model's dtype."""
     dtype = next(model.parameters()).dtype
     hidden_RE = model.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(dtype))
     logits_RV = model.logits(hidden_RE, model.rows(target.head_VE, token_ids))

@@ -41,8 +41,8 @@ Anchors = Sequence[Sequence[int]]
 
 
 class DraftModel(nn.Module, ABC):
-    """A trainable drafter, with the tensor names of other engines' loaders. Its own draft vocabulary or head
-    is never trained."""
+    """Its tensors have the names of other engines' loaders. Its own draft vocabulary or head is never
+    trained."""
 
     d2t: Tensor
     t2d: Tensor
@@ -62,8 +62,8 @@ class DraftModel(nn.Module, ABC):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int) -> DraftModel:
-        """Random weights. fc starts near the identity on the latest captured layer, so that training starts
-        near copying it."""
+        """fc starts near the identity on the latest captured layer, so that training starts near
+        copying it."""
         randomize_matrices(self, seed)
         size = self.config.layer.hidden_size
         with torch.no_grad():
@@ -85,8 +85,8 @@ class DraftModel(nn.Module, ABC):
         """Hidden states [R, E] that propose the token after each anchor."""
 
     def bias(self, tokens: Tensor, token_ids: Tensor | None) -> Tensor | None:
-        """Added to the next token's logits, given the preceding tokens: [..., draft vocabulary]. token_ids:
-        the draft vocabulary; None: all, or the drafter's own."""
+        """Returns a bias of the next token's logits, [..., draft vocabulary]. token_ids: the draft
+        vocabulary; None: all, or the drafter's own."""
         return None
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def flatten_anchors(lengths: Sequence[int], anchors: Anchors) -> list[int]:
 
 
 class PackedDrafter(ABC):
-    """The engine's copy of a drafter: packed weights, no gradients, the results of `DraftModel`."""
+    """The engine's copy of a drafter, without gradients."""
 
     model_class: type[DraftModel]
 
@@ -135,7 +135,7 @@ class PackedDrafter(ABC):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """RuntimeError, before any change, if a tensor is missing, unexpected or of another shape."""
+        """Raises RuntimeError, before any change, if a tensor is missing, unexpected or of another shape."""
         with torch.device("meta"):
             expected = self.model_class(self.config)
         if (mismatch := find_mismatch(expected, tensors)) is not None:
@@ -162,7 +162,7 @@ class PackedDrafter(ABC):
         return self.config.draft_vocab_size if self.token_ids is None else len(self.token_ids)
 
     def choose(self, token_ids: Tensor | None) -> None:
-        """Sets the draft vocabulary, ascending; None: all. It selects rows of the target's head."""
+        """token_ids: ascending; None: all."""
         assert self.config.can_choose, "its folder fixes them"
         if token_ids is None:
             self.head = None
@@ -189,14 +189,12 @@ class PackedDrafter(ABC):
         return self.config.layer.finish_logits(products_MV).view(*hidden.shape[:-1], -1)
 
     def head_panels(self, target: Target) -> Panels | None:
-        """As `Target.head_panels`."""
         head, layer = self._current_head(target), self.config.layer
         if layer.head_scale != 1.0 or layer.head_softcap is not None:
             return None
         return target.head_panels if head is None else head.panels
 
     def _current_head(self, target: Target) -> PackedLinear | None:
-        """None: the target's."""
         if self.head is None or self.config.owns_head or self._head_version == target.version:
             return self.head
         self.head.load(target.head_VE[self.token_ids])
@@ -205,8 +203,8 @@ class PackedDrafter(ABC):
 
 
 def find_mismatch(model: DraftModel, tensors: Mapping[str, Tensor]) -> str | None:
-    """Error text for the first tensor that is missing, unexpected or of another shape; None: all match. The
-    model may be on the meta device."""
+    """Returns an error text for the first tensor that is missing, unexpected or of another shape, or None.
+    The model may be on the meta device."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in sorted(expected.keys() | tensors.keys()):
         found = list(tensors[name].shape) if name in tensors else "missing"

@@ -1,9 +1,7 @@
 """The alignment of tokens with the target's features, in packed sequences.
 
-    pair t     (token t+1, feature t): EAGLE's drafter reads it, and predicts token t+2
-    anchor     token t+1 of a pair: a block begins with it, and predicts token t+2 and those behind it
-
-A statement about a pair holds for the block at its token.
+pair t     (token t+1, feature t): EAGLE's drafter reads it, and predicts token t+2
+anchor     token t+1 of a pair: a block begins with it, and predicts token t+2 and those behind it
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ FIRST_PREDICTED = TOKEN_AHEAD + 1
 
 
 def predicts_response(num_prompt: int, start: int, num_tokens: int) -> Tensor:
-    """bool[num_tokens - 1]: whether each pair of a window predicts a response token. start, num_prompt: where
-    window and response begin in the sequence."""
+    """Returns bool[num_tokens - 1]. start, num_prompt: where window and response begin in the sequence."""
     return torch.arange(num_tokens - TOKEN_AHEAD) + start + FIRST_PREDICTED >= num_prompt
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The M pairs of packed sequences, as indices of packed features and tokens. lengths: pairs of each
-    sequence."""
+    """M pairs, as indices of packed features and tokens. lengths: pairs of each sequence."""
 
     lengths: tuple[int, ...]
     feature_index_M: Tensor
@@ -39,8 +35,8 @@ class Alignment:
     positions_M: Tensor
 
     def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """(index, whether it exists) of the token that each pair reads after `num_steps` drafted tokens,
-        clamped to its sequence's last token."""
+        """Returns the index of the token that each pair reads after `num_steps` drafted tokens, clamped to
+        its sequence's last, and whether that token exists."""
         lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
         last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
         last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))

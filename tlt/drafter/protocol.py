@@ -1,4 +1,4 @@
-"""What a drafter promises the engine: trees of next tokens for the running sequences.
+"""A drafter promises the engine trees of next tokens.
 
     Drafting              state that is trained, saved and restored, with our engine or vLLM
      └─ Drafter           drafts for our engine
@@ -27,10 +27,9 @@ from tlt.speculation.tuner.protocol import ReferenceDraft
 
 @dataclass(frozen=True)
 class DraftContext:
-    """The running batch: row b is the sequence in slot b.
+    """Row b is the sequence in slot b.
 
     tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
-    requests: by row; samples of one prompt share a problem id.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -79,11 +78,11 @@ P = TypeVar("P", bound=Proposal)
 class Drafting:
     @property
     def learned(self) -> Any:
-        """The drafter that a run trains; None: there is none."""
+        """The drafter that a run trains, if any."""
         return None
 
     def counters(self) -> dict[str, Any]:
-        """Learned state as JSON. It affects speed alone."""
+        """Learned state, which affects speed alone, as JSON."""
         return {}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
@@ -113,22 +112,21 @@ class Drafter(Drafting, ABC, Generic[P]):
         noise: DraftNoise,
         discarded: Sequence[int] = (),
     ) -> P:
-        """A tree for each sequence. discarded: rows that verify another drafter's draft; `observe` gets its
-        verdicts for them."""
+        """discarded: rows that verify another drafter's draft; `observe` gets its verdicts for them."""
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
         """Learns from the verdicts, row by row."""
 
     def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
-        """Drafts for sequences with a reference: a response drawn earlier with the same noise."""
+        """Drafts for sequences with a reference (references.py)."""
         return ()
 
     def admit(self, slot: int, request: Request) -> None:
         """Starts a sequence; the slot's previous one is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Stores features of T positions from starts[b] on. Features of rejected drafts lie beyond the
-        committed tokens, and are overwritten before they are read."""
+        """Stores features of T positions from starts[b] on; those of rejected drafts are overwritten before
+        they are read."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
         """[T, F]; None if any position is missing."""
@@ -138,10 +136,9 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Moves a sequence."""
 
     def park(self, slot: int, num_positions: int) -> Any:
-        """What `unpark` wants of a sequence that may go on later; it leaves its slot by `finish`."""
+        """Returns what `unpark` needs. The sequence leaves its slot by `finish`."""
 
     def unpark(self, slot: int, request: Request, parked: Any) -> None:
-        """Starts a sequence that was parked, in any slot."""
         self.admit(slot, request)
 
     def finish(self, slot: int, rollout: Rollout) -> None:
@@ -151,11 +148,11 @@ class Drafter(Drafting, ABC, Generic[P]):
         """Ends an unfinished response."""
 
     def slot_bytes(self, length: int) -> int:
-        """Cache bytes of a sequence of up to `length` tokens."""
+        """Cache bytes of `length` tokens."""
         return 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the caches: engine and drafter share a memory budget."""
+        """Engine and drafter share a memory budget."""
 
     def release(self) -> None:
         """Frees the caches; nothing is running."""
@@ -235,8 +232,7 @@ class WrappingDrafter(Drafter[P]):
 
 
 class LentDrafter(WrappingDrafter[Any]):
-    """Drafts with another drafter, which does not learn meanwhile, except that retrieval keeps the responses'
-    texts."""
+    """The lent drafter does not learn meanwhile, except that retrieval keeps the responses' texts."""
 
     def __init__(self, drafter: Drafter[Any]) -> None:
         super().__init__(drafter)

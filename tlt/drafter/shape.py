@@ -1,4 +1,4 @@
-"""The shapes of drafters: captured layers of the target, tensor names and sizes.
+"""The shapes of drafters.
 
 DrafterShape ─┬─ EagleShape   eagle, eagle3      a layer drafts token after token      eagle.py
               └─ BlockShape   dflash, dspark     a pass drafts a block of tokens       block.py
@@ -29,12 +29,12 @@ _MOST_RANK, _LEAST_RANK, _RANK_SHARE = 256, 16, 8
 class DrafterShape:
     """Determines the names and sizes of a drafter's tensors.
 
-    layer: geometry of its decoder layers; the vocabulary is the target's, as is how logits are finished.
+    layer: geometry of the decoder layers; vocabulary and `finish_logits` are the target's.
     capture: the target's layers whose inputs it reads. The target's number of layers stands for the features,
         the output of the final norm.
     draft_vocab_size: if smaller than the target's vocabulary, the tensor d2t lists the tokens.
-    owns_head: whether it has its own head; else it uses rows of the target's.
-    has_bias: whether fc has a bias, as in foreign EAGLE drafters. Ours have none, because vLLM's has none.
+    owns_head: False: the head is rows of the target's.
+    has_bias: whether fc has a bias, as in foreign EAGLE drafters; vLLM's has none.
     """
 
     method: Method
@@ -70,7 +70,6 @@ class DrafterShape:
 
     @property
     def weights_per_draft(self) -> int:
-        """Weights read once per draft."""
         raise NotImplementedError
 
     @property
@@ -81,10 +80,7 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class EagleShape(DrafterShape):
-    """One layer of Llama's form.
-
-    norm_before_residual: whether the residual stream starts as norm(hidden), as in speculators' eagle3.
-    """
+    """norm_before_residual: whether the residual stream starts as norm(hidden), as in speculators' eagle3."""
 
     norm_before_residual: bool = False
 
@@ -145,14 +141,13 @@ class BlockShape(DrafterShape):
 
 
 def layer_weights(c: ModelConfig, num_inputs: int = 1) -> int:
-    """Weights of a layer whose attention reads `num_inputs` hidden states."""
     attention = (num_inputs * c.num_qkv + c.num_heads) * c.head_dim * c.hidden_size
     return attention + 3 * c.hidden_size * c.intermediate_size
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Choices for a new block drafter; None: the default for method and target."""
+    """None: the default for method and target."""
 
     num_layers: int | None = None
     num_drafted: int | None = None
@@ -193,8 +188,8 @@ def markov_rank(hidden_size: int) -> int:
 
 
 def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
-    """The drafter's layers, then `num_layers`: the target's features, which give the distribution to match.
-    EAGLE reads the features themselves, captured once.
+    """The drafter's layers, then `num_layers`: the target's features. EAGLE reads the features themselves,
+    captured once.
 
         columns    │ inputs of the layers that the drafter reads │ the target's features │
     """
@@ -211,8 +206,8 @@ def capture_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def spread_layers(num_layers: int, num_read: int) -> tuple[int, ...]:
-    """Evenly spread inputs of layers: DFlash's outputs 1 to num_layers - 3, or nearer the ends of a model
-    with few layers. A single layer is the last of these."""
+    """Spreads inputs of layers evenly: DFlash's outputs 1 to num_layers - 3, or nearer the ends of a model
+    with few layers."""
     first, last = (2, num_layers - 2) if num_layers - 4 >= max(num_read - 1, 1) else (1, num_layers - 1)
     if num_layers < 2:
         raise UserError("a block drafter reads layers before the last, and this model has one; use eagle")

@@ -1,13 +1,12 @@
-"""The draft vocabulary: the tokens that a drafter proposes, chosen by frequency in responses and prompts.
+"""The draft vocabulary: the tokens that a drafter proposes, chosen by frequency.
 
     responses ─▶ counts, decaying by step ─┐
     prompts of the next step ─▶ counts ────┴▶ the N most frequent tokens ─▶ N rows of the target's head
 
     N: the size with the fewest seconds per token, estimated from the weights read and the tokens covered
 
-With 150,000 tokens and half a billion parameters, four drafted tokens read more weights than a forward of the
-target, most of them in the head. A subset of its rows needs no training. Tokens outside the draft vocabulary
-are never drafted, but still sampled.
+In a small model with a large vocabulary, most weights that a draft reads are the head's. A subset of its rows
+needs no training. Tokens outside the draft vocabulary are still sampled.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ RESIZE_ABOVE = 0.03
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Numbers of weights read by a forward of the target, by a drafted token (without the head), and per row
-    of the head. Where memory bandwidth limits both, they are proportional to seconds."""
+    """Weights read by a forward of the target, by a drafted token (without the head), and per row of the
+    head: proportional to seconds where memory bandwidth limits."""
 
     forward: int
     layer: int
@@ -78,7 +77,7 @@ class DraftCosts:
         return (self.layer + size * self.row) / self.forward
 
     def of_token(self, size: int, coverage: float) -> float:
-        """Cost of a committed token, in forwards. coverage: share of sampled tokens in the vocabulary."""
+        """Cost of a committed token, in forwards."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
@@ -88,14 +87,13 @@ def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def ranked(counts_V: Tensor) -> Tensor:
-    """Token ids by descending count; ties go to the lower id, which tokenizers mostly give to the more
-    frequent token."""
+    """Ties go to the lower id, which tokenizers mostly give to the more frequent token."""
     return counts_V.sort(descending=True, stable=True).indices
 
 
 def mask_token(counts_V: Tensor, embedding_VE: Tensor) -> int:
-    """A token whose embedding serves as a block drafter's mask: the least used, of ties the highest id, which
-    tokenizers mostly leave unused. Embeddings near zero or not finite are skipped."""
+    """Returns the least used token, of ties the highest id, which tokenizers mostly leave unused. Embeddings
+    near zero or not finite are skipped."""
     length_V = embedding_VE.float().norm(dim=1)
     is_sound_V = length_V.isfinite() & (length_V > _SOUND_LENGTH * length_V.nanmedian())
     counts_V = counts_V.to(length_V.device).masked_fill(~is_sound_V, math.inf)
@@ -113,9 +111,7 @@ def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
 
 
 class DraftVocabulary:
-    """Counts tokens, and chooses the draft vocabulary by the counts.
-
-    counts_V: earlier counts, from the drafter's folder, or None.
+    """counts_V: earlier counts, or None.
     covered: running mean of each size's share of later tokens; while empty, the largest size serves.
     token_ids: the draft vocabulary, ascending; None: all tokens.
     """
@@ -147,8 +143,9 @@ class DraftVocabulary:
         self.prompts_V = self.count(token for prompt in prompts for token in prompt)
 
     def observe(self, counts_V: Tensor, keep: float = 1.0) -> None:
-        """Adds counts since the last renewal. keep: decay of earlier counts, which are also bounded by the
-        total that steps of this size would have reached."""
+        """keep: decay of earlier counts, which are also bounded by the total of as many steps of this
+        size.
+        """
         total, known = float(counts_V.sum()), float(self.counts_V.sum())
         if total == 0:
             return
@@ -176,8 +173,7 @@ class DraftVocabulary:
         return True
 
     def _best_size(self) -> int:
-        """The size with the fewest seconds per token; the present one unless a change saves more than
-        RESIZE_ABOVE."""
+        """Keeps the present size unless a change saves more than RESIZE_ABOVE."""
         if len(self.sizes) == 1 or not self.covered:
             return self.sizes[-1]
         costs = {
@@ -210,7 +206,7 @@ class DraftVocabulary:
 
 
 def choose_by(rollouts: Sequence[Rollout], vocabulary: DraftVocabulary) -> None:
-    """The first half of the responses ranks the tokens, the second determines the size."""
+    """The first half of the responses ranks the tokens, the second chooses the size."""
     middle = len(rollouts) // 2
     vocabulary.foresee(rollout.prompt_ids for rollout in rollouts)
     for half in (rollouts[:middle], rollouts[middle:]):
@@ -223,7 +219,7 @@ def _shares(counts_V: Tensor) -> Tensor:
 
 
 def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
-    """UserError for a size that is too large, or a drafter whose vocabulary is fixed."""
+    """Raises UserError for a size that is too large, or a drafter whose vocabulary is fixed."""
     if not isinstance(wanted, int):
         return
     if wanted >= shape.layer.vocab_size:

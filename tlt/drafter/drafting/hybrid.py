@@ -1,8 +1,5 @@
-"""Retrieval and the learned drafter as one drafter of three kinds.
-
-`ngram` and `learned` use one of the two. `hybrid` takes, row by row, the draft expected to be accepted
-further. If retrieval wins every row, the learned drafter does not run.
-"""
+"""Retrieval (`ngram`), the learned drafter (`learned`), and `hybrid`, which takes, row by row, the draft
+expected to be accepted further. If retrieval wins every row, the learned drafter does not run."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     response    t0 t1 t2                differs: the place is found again, by position or by the last tokens
                          └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
-Acceptance is learned for three cases: the reference has always agreed; it has differed and is read at the
-response's own position, where the noise is the same; or at another position. Every new token is compared,
-drafted or not, so an unlikely case can recover.
+Acceptance is learned for three cases: the reference has always agreed; it is read at the response's own
+position, where the noise is the same; or at another. Every new token is compared, drafted or not, so an
+unlikely case can recover.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 class ReferenceCursor:
-    """The place in a reference that its growing response has reached.
-
-    skip: tokens of the prompt.
-    """
+    """skip: tokens of the prompt."""
 
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
@@ -77,8 +74,8 @@ class ReferenceCursor:
     def read(
         self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
     ) -> None:
-        """tokens: of the whole sequence, prompt included.
-        note: called for each new token with its case and whether the reference agrees.
+        """tokens: of the whole sequence, prompt included. note: called with each new token's case and
+        agreement.
         """
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token

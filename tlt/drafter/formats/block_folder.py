@@ -1,4 +1,4 @@
-"""config.json of block drafters, in three forms. We write the first two, with our keys beside theirs.
+"""config.json of block drafters. We write the first two forms, with our keys beside theirs.
 
     z-lab        DFlashDraftModel    block_size, dflash_config {mask_token_id, target_layer_ids}
     DeepSpec     Qwen3DSparkModel    the same at the top level, and markov_rank, …
@@ -95,7 +95,7 @@ def _heads(config: BlockShape) -> dict[str, Any]:
 
 
 def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
-    """UserError for missing keys, another target, and computations that we lack."""
+    """Raises UserError for missing keys, another target, and computations that we lack."""
     fields = _merged(given)
     _refuse_other_computations(fields)
     flat = {**fields.raw, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -137,8 +137,7 @@ def block_from_hf(given: Fields, target: ModelConfig) -> BlockShape:
 
 
 def block_method(given: Fields) -> Method:
-    """DeepSpec's drafts from its anchor without saying so; speculators' only if config.json says so, as in
-    vLLM."""
+    """DeepSpec's form always drafts from the anchor, speculators' if config.json says so, as in vLLM."""
     fields = _merged(given)
     is_deepspec = "Qwen3DSparkModel" in given.items("architectures") and not _is_speculators(given)
     drafts = fields.flag("sample_from_anchor", is_deepspec and not fields.flag("dspark_bonus_anchor"))
@@ -150,7 +149,7 @@ def _is_speculators(given: Fields) -> bool:
 
 
 def _merged(given: Fields) -> Fields:
-    """All keys at the top level; dflash_config wins, as in the engines."""
+    """dflash_config wins, as in the engines."""
     raw = {**given.table("transformer_layer_config"), **given.raw, **given.table("dflash_config")}
     return Fields(raw, given.source)
 

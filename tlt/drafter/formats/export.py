@@ -1,15 +1,13 @@
 """Writes drafters for other engines, with a README that has the command to serve them.
 
-    vllm-eagle       EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
-    vllm-eagle3,     LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head,
-    sglang-eagle3    and d2t/t2d of a reduced vocabulary
-    speculators      the same tensors under layers.0, the layer's geometry nested; names its target
-    vllm-dflash,     z-lab's form, which is ours (block_folder.py)
-    sglang-dflash
-    speculators-dflash, speculators-dspark      the same tensors; names its target
-    deepspec-dspark  DeepSpec's form, with copies of embedding and head
-
-An engine that misreads a key usually reports nothing and accepts fewer drafts (docs/drafter.md).
+vllm-eagle       EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
+vllm-eagle3,     LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head,
+sglang-eagle3    and d2t/t2d of a reduced vocabulary
+speculators      the same tensors under layers.0, the layer's geometry nested; names its target
+vllm-dflash,     z-lab's form, which is ours (block_folder.py)
+sglang-dflash
+speculators-dflash, speculators-dspark      the same tensors; names its target
+deepspec-dspark  DeepSpec's form, with copies of embedding and head
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tlt.models.hf.files import DRAFTER_FILES
 
 @dataclass(frozen=True)
 class Format:
-    """has_head: whether it holds a head of the drafter's own, and with it a draft vocabulary."""
+    """has_head: whether the drafter's own head is stored, and with it a draft vocabulary."""
 
     method: Method
     engine: str
@@ -70,7 +68,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: DescribedTarget, out: Path) -> None:
-    """Writes `out`, whole or not at all. UserError if the format cannot hold the drafter."""
+    """Raises UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     tensors, described = lay_out(drafter, name, target)
     with replace_folder(out, (*DRAFTER_FILES, "README.md")) as folder:
@@ -81,8 +79,8 @@ def export_drafter(drafter: StoredDrafter, name: str, target: DescribedTarget, o
 def with_vocabulary(
     drafter: StoredDrafter, name: str, wanted: DraftVocab, target: ModelConfig
 ) -> StoredDrafter:
-    """The drafter with a draft vocabulary chosen by its folder's counts, or itself if the vocabulary stays
-    whole. UserError for a size that the format or the counts do not allow."""
+    """Chooses the draft vocabulary by the folder's counts. Raises UserError for a size that the format or the
+    counts do not allow."""
     check_wanted(wanted, drafter.config)
     has_place = FORMATS[name].has_head
     if isinstance(wanted, int):
@@ -109,7 +107,7 @@ def with_vocabulary(
 
 
 def lacks_counts(drafter: StoredDrafter, name: str, wanted: DraftVocab, target: ModelConfig) -> str | None:
-    """Warning if the vocabulary stays whole only for lack of counts."""
+    """Returns a warning if the vocabulary stays whole only for lack of counts."""
     can_reduce = FORMATS[name].has_head and drafter.config.can_choose
     sizes = sizes_of(DraftCosts.of(target, drafter.config), wanted)
     if drafter.counts_V is not None or not can_reduce or not sizes:
@@ -121,7 +119,7 @@ def lacks_counts(drafter: StoredDrafter, name: str, wanted: DraftVocab, target: 
 
 
 def mismatch(drafter: StoredDrafter, target: DescribedTarget) -> str | None:
-    """Warning if the drafter was trained for other weights than the target's; None: same, or unknown."""
+    """Returns a warning if the drafter was trained for other weights than the target's."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
         return None
@@ -133,8 +131,8 @@ def mismatch(drafter: StoredDrafter, target: DescribedTarget) -> str | None:
 
 
 def unequal_key_norms(drafter: StoredDrafter, name: str) -> str | None:
-    """Warning for vLLM's CPU builds: 0.32 scales the context's keys of all layers by the first layer's
-    k_norm."""
+    """Returns a warning for vLLM's CPU builds: 0.32 scales the context's keys of all layers by the first
+    layer's k_norm."""
     if FORMATS[name].engine != "vLLM" or not isinstance(drafter.config, BlockShape):
         return None
     layers = range(drafter.config.layer.num_layers)
@@ -148,7 +146,7 @@ def unequal_key_norms(drafter: StoredDrafter, name: str) -> str | None:
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
-    """UserError if the format cannot hold the drafter."""
+    """Raises UserError if the format cannot hold the drafter."""
     form, config = FORMATS[name], drafter.config
     if form.method != config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == config.method)

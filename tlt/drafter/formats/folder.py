@@ -47,9 +47,7 @@ _UNREAD = "confidence_head."
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """A drafter as a folder holds it.
-
-    about: facts about its origin, such as the policy's content hash and the preset.
+    """about: facts about its origin, such as the policy's content hash and the preset.
     counts_V: decayed counts of sampled tokens (vocabulary.py), or None.
     left_out: names of tensors that were not read.
     """
@@ -68,7 +66,7 @@ class StoredDrafter:
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy it was trained for, if recorded."""
+        """Content hash of the policy that the drafter was trained for."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
@@ -80,8 +78,7 @@ def save_drafter(
     about: Mapping[str, Any] | None = None,
     counts_V: Tensor | None = None,
 ) -> None:
-    """Writes whole or not at all; replaces an existing folder. about: goes under the key "tlt" of
-    config.json, which engines ignore."""
+    """Replaces an existing folder. about: goes under the key "tlt" of config.json, which engines ignore."""
     save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}, counts_V), dtype)
 
 
@@ -120,7 +117,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def load_drafter(
     path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None
 ) -> StoredDrafter:
-    """UserError if the folder cannot be read or does not fit the target.
+    """Raises UserError if the folder cannot be read or does not fit the target.
 
     target_tensors: if given, copies of the target's embedding or head in the folder are compared with them.
     """
@@ -143,13 +140,13 @@ def load_drafter(
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
-    """By config.json alone, without a head or bias that the tensors may add."""
+    """Reads config.json alone: tensors may add a head or bias."""
     fields = read_fields(path)
     return read_config(path, flatten(fields, method_of(fields, {})), target, {})
 
 
 def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
-    """The named preset, or the drafter's own. UserError if it trains another form of drafter."""
+    """Raises UserError if the preset trains another form of drafter."""
     method = drafter.config.method
     name = name or drafter.about.get("preset") or DEFAULT_PRESET[method]
     if name not in PRESETS:
@@ -164,7 +161,7 @@ def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
 def read_config(
     path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> DrafterShape:
-    """UserError if the drafter does not fit the target."""
+    """Raises UserError if the drafter does not fit the target."""
     method, fields = described["method"], Fields(described, f"drafter {path}")
     block = block_from_hf(fields, target) if method in BLOCK_ARCHITECTURE else None
     layer = parse_config(described, fields.source) if block is None else block.layer
@@ -204,7 +201,7 @@ def write_counts(path: Path, counts_V: Tensor) -> None:
 
 
 def read_counts(path: Path, vocab_size: int) -> Tensor | None:
-    """None without a file. UserError for malformed counts, or another model's."""
+    """None without a file. Raises UserError for malformed counts, or another model's."""
     if not path.is_file():
         return None
     described = read_json(path)

@@ -1,5 +1,4 @@
-"""Reads other trainers' drafter folders into our layout. A drafter that we would compute differently is
-refused; no tensor is dropped in silence.
+"""Reads other trainers' drafter folders into our layout. No tensor is dropped in silence.
 
     SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer.,
                         often with a copy of the embedding and a bias of fc
@@ -8,7 +7,7 @@ refused; no tensor is dropped in silence.
     speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config;
                         norm_before_residual is true where it is absent, as vLLM reads it
 
-Block drafters have the same tensors everywhere; block_folder.py reads their config.json.
+Block drafters have the same tensors everywhere (block_folder.py).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ OTHER_COMPUTATIONS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_draf
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config.json, tensors) in our layout, the form under the key "method". UserError if unreadable."""
+    """Returns config.json and tensors in our layout, the form under the key "method". Raises UserError."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
@@ -98,7 +97,7 @@ def _remedy(path: Path) -> str:
 
 
 def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
-    """UserError for an unknown architecture. stored: its tensors, whose names decide where the architecture
+    """Raises UserError for an unknown architecture. stored: tensors whose names decide where the architecture
     does not."""
     found = fields.items("architectures")
     name = found[0] if len(found) == 1 else None
@@ -112,9 +111,8 @@ def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
 
 
 def flatten(fields: Fields, method: Method) -> dict[str, Any]:
-    """config.json with the layer's geometry at the top level, and vLLM's ids of captured layers, which count
-    inputs (SGLang's, under eagle_config, count outputs). UserError for a drafter that we would compute
-    differently."""
+    """Puts the layer's geometry at the top level, and takes vLLM's ids of captured layers, which count inputs
+    (SGLang's count outputs). Raises UserError for a drafter that we would compute differently."""
     described = {**fields.raw, "method": method}
     if method in ("dflash", "dspark"):
         return described
@@ -139,7 +137,7 @@ def flatten(fields: Fields, method: Method) -> dict[str, Any]:
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
-    """Our names, without rotary frequencies. UserError if two names coincide."""
+    """Drops rotary frequencies. Raises UserError if two names coincide."""
     layer = "layers.0." if method == "eagle" else "midlayer."
     tensors: dict[str, Tensor] = {}
     for given, tensor in stored.items():
@@ -155,8 +153,8 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
 
 
 def with_vocabulary_map(path: Path, tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Adds the t2d of d2t. UserError unless d2t gives distinct tokens of the target, and an existing t2d
-    agrees."""
+    """Adds the t2d of d2t. Raises UserError unless d2t gives distinct tokens of the target, and an existing
+    t2d agrees."""
     if "d2t" not in tensors:
         return tensors
     d2t, again = tensors["d2t"], "train or copy it again"
@@ -189,8 +187,8 @@ def drop_repeated(
 ) -> dict[str, Tensor]:
     """Drops copies of the target's embedding and head, a zero bias, and a draft vocabulary of all tokens.
 
-    target: UserError if the embedding, or an EAGLE head, differs from its own; an
-        EAGLE-3 head that differs stays. None: nothing is compared, and EAGLE-3 keeps its head.
+    target: a different embedding or EAGLE head is a UserError; a different EAGLE-3 head stays. None: nothing
+        is compared, and EAGLE-3 keeps its head.
     """
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():

@@ -1,4 +1,4 @@
-"""The layouts in which other engines load a drafter: tensor names and config.json."""
+"""The layouts in which other engines load a drafter."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ Layout = tuple[dict[str, Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class DescribedTarget:
-    """The model to draft for.
-
-    name: the name that users load it by.
+    """name: the name that users load it by.
     policy_hash: content hash of its tensors, if known.
     embedding_VE: needed for DeepSpec's form, which repeats it.
     """

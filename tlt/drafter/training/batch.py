@@ -1,4 +1,4 @@
-"""The input of drafter losses, and the base of presets."""
+"""The input of drafter losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt.models.decoder import ModelConfig
 
 @dataclass(frozen=True)
 class DrafterBatch:
-    """A packed batch on the drafter's device, in its dtype, with what the loss needs of the target.
+    """A packed batch on the drafter's device, in its dtype.
 
     weight_M: on the CPU.
     head_VE, target_VE: the draft vocabulary's rows of the drafter's head and of the target's.
@@ -48,7 +48,7 @@ class DrafterBatch:
 
 @dataclass(frozen=True)
 class Preset(ABC):
-    """How to train a drafter of form `method`."""
+    """A recipe for drafters of form `method`."""
 
     name: str
     method: Method

@@ -1,4 +1,4 @@
-"""The loss of block drafters, over the slots of blocks at sampled anchors.
+"""The loss of block drafters, at sampled anchors.
 
 window    t0 t1 t2 t3 t4 t5 t6        an anchor at t3: its block sees t0 t1 t2 and itself, and learns
 block              t3  m  m  m        the target's distributions behind t3, t4, t5, …
@@ -30,9 +30,7 @@ _PACE = 0.5
 
 @dataclass(frozen=True)
 class BlockPreset(Preset):
-    """How to train a block drafter.
-
-    distribution_weight: of the cross-entropy.
+    """distribution_weight: of the cross-entropy.
     variation_weight: of the L1 distance, twice the total variation.
     slots: slot weights: exponential decay, or the chance that a draft gets there.
     decay: slots after which the weight has fallen to 1 / e.
@@ -66,7 +64,7 @@ class BlockPreset(Preset):
         return (loss_M * weight_M).sum() / weight_M.sum()
 
     def sample_anchors(self, batch: DrafterBatch) -> list[list[int]]:
-        """Drawn among the tokens followed by a response token."""
+        """An anchor is followed by a response token."""
         rows = batch.weight_M.split([length - TOKEN_AHEAD for length in batch.lengths])
         predicting = [row.nonzero()[:, 0].tolist() for row in rows]
         found = [(window, t + TOKEN_AHEAD) for window, row in enumerate(predicting) for t in row]
@@ -75,7 +73,7 @@ class BlockPreset(Preset):
         return [[place for w, place in chosen if w == window] for window in range(len(batch.lengths))]
 
     def slot_weights(self, entropy_M: Tensor, slots: Slots, max_depth: int) -> Tensor:
-        """D-PACE's weight of a slot: sum, from it on, of the chance that a draft reaches a slot."""
+        """D-PACE: the sum, from a slot on, of the chances that a draft reaches each slot."""
         if self.slots == "decay":
             return torch.exp(-slots.depth_M.to(entropy_M.dtype) / self.decay)
         chance_AD = entropy_M.new_zeros(slots.num_blocks, max_depth)
@@ -100,7 +98,7 @@ class Slots:
 
 
 def find_slots(lengths: Sequence[int], anchors: Anchors, max_depth: int, device: torch.device) -> Slots:
-    """Slots whose feature lies in the same sequence as their anchor."""
+    """Slots without a feature in their anchor's sequence are left out."""
     found: list[tuple[int, int, int]] = []
     start = block = 0
     for length, places in zip(lengths, anchors, strict=True):

@@ -2,9 +2,8 @@
 
     oldest ─▶ tokens  tokens  tokens+features  tokens+features  tokens+features ◀─ latest
 
-Responses that finish early are short, so all ranks' longest responses stay for the next step. Captured
-features serve until the policy changes; then the trainer recomputes them. Beyond max_bytes, the oldest
-features go first, then the oldest tokens.
+Responses that finish early are short, so all ranks' longest stay for the next step. Captured features serve
+until the policy changes. Beyond max_bytes, the oldest features go first, then the oldest tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Trajectory:
 
     features_TF: columns of `training_capture` at all tokens but the last; None: never captured, or dropped.
     policy_version: of the features, also of dropped ones.
-    is_captured: whether the features were captured while generating; otherwise they were recomputed.
-    counted_bytes: its share of the buffer's sum; 0: it is in no buffer.
+    is_captured: False: the features were recomputed.
+    counted_bytes: its share of the buffer's sum.
     """
 
     token_ids: tuple[int, ...]
@@ -87,12 +86,11 @@ class PackedBatch:
 
 
 def is_trainable(rollout: Rollout) -> bool:
-    """Whether any pair predicts a token."""
     return len(rollout.prompt_ids) + len(rollout.token_ids) > FIRST_PREDICTED
 
 
 class TrajectoryBuffer:
-    """At most `max_bytes`, ordered by when tokens or features came, the latest last."""
+    """At most `max_bytes`, the latest tokens or features last."""
 
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
@@ -110,8 +108,7 @@ class TrajectoryBuffer:
         return sum(len(t.token_ids) for t in self.trajectories)
 
     def add(self, rollout: Rollout, features_TF: Tensor | None = None) -> None:
-        """Features must be captured under `rollout.policy_version`. Skips responses that are not
-        trainable."""
+        """Skips responses that are not trainable. Features are of `rollout.policy_version`."""
         if not is_trainable(rollout):
             return
         token_ids = (*rollout.prompt_ids, *rollout.token_ids)
@@ -120,7 +117,7 @@ class TrajectoryBuffer:
         self._append(Trajectory(token_ids, len(rollout.prompt_ids), version, features_TF, is_captured))
 
     def renew(self, trajectory: Trajectory) -> None:
-        """Makes a recomputed trajectory the latest. It may have been dropped meanwhile."""
+        """Makes a recomputed trajectory the latest, unless it was dropped meanwhile."""
         if trajectory in self.trajectories:
             place = self.trajectories.index(trajectory)
             del self.trajectories[place]
@@ -155,8 +152,7 @@ class TrajectoryBuffer:
             self._append(trajectory)
 
     def carry_over(self, rollouts: Sequence[Rollout], num_longest: int) -> None:
-        """Ends a step: keeps the longest responses of all ranks, without features, whose policy is being
-        replaced."""
+        """Ends a step: keeps all ranks' longest responses, without features."""
         self._start_with(())
         longest_first = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))
         for rollout in reversed(longest_first[:num_longest]):
@@ -169,7 +165,7 @@ class TrajectoryBuffer:
         self._carried = list(self.trajectories)
 
     def abandon(self) -> None:
-        """Interrupts a step: drops its responses, restores the trajectories it started with."""
+        """Restores the trajectories that the step started with."""
         self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
     def ready(self, policy_version: int) -> list[Trajectory]:
@@ -178,14 +174,14 @@ class TrajectoryBuffer:
 
     def missing(self, policy_version: int) -> Trajectory | None:
         """The longest trajectory that never had features of this policy. Features dropped to make room are
-        not requested again: other features would be dropped for them."""
+        not requested again: others would be dropped for them."""
         stale = [t for t in self.trajectories if t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
     def sample(self, token_budget: int, policy_version: int) -> PackedBatch | None:
         """Windows that make every token equally likely; None without features of this policy.
 
-        A window lies where it predicts a response token. A trajectory that fits the budget is taken whole.
+        A window predicts a response token. A trajectory that fits the budget is taken whole.
         """
         ready = self.ready(policy_version)
         if not ready:

@@ -17,9 +17,7 @@ from tlt.models.attention import Unrolled
 
 @dataclass(frozen=True)
 class EaglePreset(Preset):
-    """How to train a drafter of EAGLE's family.
-
-    unrolled_steps: tokens that every pair drafts; from the second on it reads its own hidden state.
+    """unrolled_steps: tokens that every pair drafts; from the second on it reads its own hidden state.
     step_decay: weight of a step's loss relative to the step before.
     feature_weight: of Smooth L1 between hidden state and feature.
     distribution_weight: of the cross-entropy.
@@ -34,8 +32,7 @@ class EaglePreset(Preset):
         return self.unrolled_steps
 
     def loss(self, model: EagleModel, batch: DrafterBatch) -> Tensor:
-        """Sum over the steps. As in drafting, every pair reads the true next tokens and, after the first
-        step, its own hidden states."""
+        """Every pair reads the true next tokens and, after the first step, its own hidden states."""
         device, dtype = batch.token_ids_N.device, batch.captured_NF.dtype
         first_weight_M = batch.weight_M.to(device, dtype)
         pairs = align(batch.lengths, device)

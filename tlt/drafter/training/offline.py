@@ -1,4 +1,4 @@
-"""Offline training of a drafter: responses of a fixed model in, a trained drafter and a summary out.
+"""Offline training of a drafter on responses of a fixed model.
 
 responses ─▶ the target's features of every token ─▶ optimizer steps on random windows ─▶ acceptance
 """
@@ -51,7 +51,7 @@ class OfflineSettings:
 
 @dataclass(frozen=True)
 class OfflineSummary:
-    """cpu_seconds: processor time, which other programs do not lengthen.
+    """cpu_seconds: processor time.
     acceptance: on a sample of the responses (measure.py); None: all prompts have one token only.
     coverage: share of the responses' tokens in the draft vocabulary.
     """
@@ -76,7 +76,7 @@ def train_offline(
     on_progress: Callable[[float, float | None], None],
     vocabulary: DraftVocabulary | None = None,
 ) -> OfflineSummary:
-    """Trains `model` in place on the responses, of which one must be `is_trainable`, and measures it on them.
+    """Trains `model` in place, and measures it on the same responses, of which one must be `is_trainable`.
 
     on_progress: receives (share of tokens read by the target, None), then (share trained on, loss).
     """
@@ -121,7 +121,8 @@ def measure_acceptance(
     rng: random.Random,
     token_ids: Tensor | None = None,
 ) -> float | None:
-    """None if no response can be measured. FloatingPointError if the drafter's outputs are not finite."""
+    """None if no response can be measured. Raises FloatingPointError if the drafter's outputs are not
+    finite."""
     counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None

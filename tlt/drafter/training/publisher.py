@@ -27,10 +27,8 @@ class Served(Protocol):
 
 
 class Publisher:
-    """Loads a trainer's drafter into the engine.
-
-    average: replaces tensors by their weighted mean over the ranks, and returns the total weight; at 0 it
-        changes nothing.
+    """average: replaces tensors by their weighted mean over the ranks, and returns the total weight; at 0 it
+    changes nothing.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class Publisher:
         self._kept_version = self.served.version
 
     def publish(self, num_tokens: int, version: int) -> bool:
-        """Loads the ranks' mean, weighted by training tokens, into the engine. False, and no change, if no
-        rank trained. FloatingPointError if the mean is not finite."""
+        """Loads the ranks' mean, weighted by training tokens. Returns False, and changes nothing, if no rank
+        trained. Raises FloatingPointError if the mean is not finite."""
         shared = self.trainer.shared_tensors()
         if self.average(shared, num_tokens) == 0:
             return False

@@ -3,7 +3,7 @@
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
 A micro-step recomputes a chunk of features, or takes one optimizer step. Against overfitting, a step allows
-`max_passes` passes over the responses with features; beyond that, only features are recomputed.
+`max_passes` passes over the responses with features.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MicroStepSize:
 
 
 class FeatureRecompute:
-    """Recomputes one trajectory's features by the engine's target, a chunk at a time."""
+    """Recomputes a trajectory's features a chunk at a time."""
 
     def __init__(self, target: Target, capture: tuple[int, ...], trajectory: Trajectory) -> None:
         self.target, self.capture, self.trajectory = target, capture, trajectory
@@ -95,7 +95,7 @@ the buffer bounds their memory."""
 
 
 class SpotTrainer:
-    """Trains in sessions of idle time; optimizer, buffer and counters persist between them."""
+    """Optimizer, buffer and counters persist between sessions of idle time."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class SpotTrainer:
         self.buffer.add(rollout, features_TF)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Runs micro-steps until `should_stop()`, called before each, or until there is nothing to do."""
+        """Ends by `should_stop()`, called before each micro-step, or when there is nothing to do."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -148,8 +148,8 @@ class SpotTrainer:
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
-        """Returns its report without seconds, or None: nothing to do. Recomputing alternates with training,
-        so that a short idle window trains, too."""
+        """Returns a report without seconds; None: nothing to do. Recomputing alternates with training, so
+        that a short idle window trains, too."""
         version = self.trainer.target.version
         if self._recompute is not None and self._recompute.version != version:
             self._recompute = None  # its chunks are another policy's
@@ -199,7 +199,7 @@ class SpotTrainer:
         }
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Called after the trainer's tensors were filled."""
+        """Call it after the trainer's tensors were filled."""
         self.trainer.num_tokens = counters["num_tokens"]
         self.buffer.restore(counters["trajectories"])
         self.step_seconds = counters["step_seconds"]

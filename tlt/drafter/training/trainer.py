@@ -28,9 +28,7 @@ class _Source:
 
 
 class DrafterTrainer:
-    """AdamW on the drafter's own parameters.
-
-    num_tokens: pairs of all batches so far.
+    """num_tokens: pairs of all batches so far.
     token_ids: the draft vocabulary of the loss; None: the drafter's own, usually all tokens.
     """
 
@@ -58,7 +56,7 @@ class DrafterTrainer:
         return training_capture(self.model.config, self.target.config.num_layers)
 
     def step(self, batch: PackedBatch) -> float:
-        """The loss. FloatingPointError, before any weight changes, if it is not finite."""
+        """Returns the loss. Raises FloatingPointError, before any weight changes, if it is not finite."""
         with torch.enable_grad():
             loss = self.loss(batch)
             loss.backward()
@@ -94,7 +92,7 @@ class DrafterTrainer:
         return self.preset.loss(model, drafter_batch)
 
     def _target_head(self) -> Tensor:
-        """The target's head rows in the drafter's dtype, cached until policy or vocabulary change."""
+        """Cached until policy or vocabulary change."""
         source = _Source(self.target.version, self.target.head_VE, self.token_ids)
         if self._head is None or not source.is_same(self._head[0]):
             self._head = None  # not two copies at a time
@@ -107,13 +105,12 @@ class DrafterTrainer:
         self._head = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Trained tensors by name: weights and Adam's moments, not copies."""
+        """Weights and Adam's moments, not copies."""
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         return trained_tensors("drafter", self.optimizer, trained)
 
     def shared_tensors(self) -> list[Tensor]:
-        """Tensors that replicas average, in a fixed order, with step counts (on the CPU). Creates missing
-        moments."""
+        """In a fixed order, with step counts (on the CPU). Creates missing moments."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = adam_state(self.optimizer, parameter)

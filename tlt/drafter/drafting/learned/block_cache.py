@@ -1,11 +1,10 @@
-"""A block drafter's cache: keys and values of the context, made once per committed token, and its levels.
+"""A block drafter's cache and levels.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root, the anchor)
     context            0 1 2 ... n-2   made of the target's captured features, and kept
     block                              n-1, n, n+1, …   written behind the context, overwritten by the next
 
-A draft fills one slot of the block per level; one pass gives the logits of all. A Markov head adds a bias by
-the parent's token.
+A level is a slot of the block; one pass gives the logits of all.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class BlockCache(DraftCache):
         return BlockLevels(self, hidden_BUE[:, shape.first_slot :], roots_B1)
 
     def _read_missing(self, context: DraftContext) -> None:
-        """Samples of one prompt share the work."""
         _, copies = self.restart(context)
         sharing = {slot for _, slot in copies}
         wanted = [len(tokens) - 1 - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]

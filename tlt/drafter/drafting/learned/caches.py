@@ -14,7 +14,6 @@ from tlt.models.target import Target
 def make_cache(
     model: PackedDrafter, target: Target, captured_size: int, window: int, max_slots: int
 ) -> DraftCache:
-    """See `DraftCache` for the arguments."""
     if isinstance(model, PackedBlock):
         return BlockCache(model, target, captured_size, window, max_slots)
     assert isinstance(model, PackedEagle), model

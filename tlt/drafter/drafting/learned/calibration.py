@@ -38,15 +38,15 @@ def _group_of(level: int) -> int:
 
 
 def sent_to_host(values: Tensor) -> Tensor:
-    """Copies without waiting. The copy is complete once the host has waited for later work of the device."""
+    """Copies without waiting: the copy is complete once the host has waited for later work of the device."""
     return values.to("cpu", non_blocking=True)
 
 
 class Calibration:
     """Estimates P(accepted | parent accepted) by level, rank among siblings and raw confidence.
 
-    Each combination is a cell with a Beta posterior, whose prior trusts the raw confidence. A node counts
-    only if its parent was accepted: otherwise the target's token is unknown.
+    Each combination is a cell with a Beta posterior, whose prior trusts the raw confidence. Only children of
+    accepted nodes count: behind others the target's token is unknown.
     """
 
     UNUSED = -1
@@ -65,8 +65,8 @@ class Calibration:
         self._refresh()
 
     def estimate(self, level: int, raw_confidence_BFW: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (cells, log P(accepted | parent accepted)), both [B, F, W]: F expanded nodes, W candidates
-        of each, best first."""
+        """Returns (cells, log P(accepted | parent accepted)), both [B, F, W]: F nodes, W candidates of each,
+        best first."""
         num_bins, device = len(_EDGES) + 1, raw_confidence_BFW.device
         ranks_W = torch.arange(raw_confidence_BFW.shape[-1], device=device).clamp_max_(_NUM_RANKS - 1)
         cells_BFW = torch.bucketize(raw_confidence_BFW, self.edges)
@@ -74,7 +74,8 @@ class Calibration:
         return cells_BFW, self.table[cells_BFW]
 
     def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
-        """Sends the argument of `observe` to the host, [3, rows, nodes]. cells_BN: without the root."""
+        """Returns the argument of `observe`, [3, rows, nodes], on its way to the host. cells_BN: without the
+        root."""
         rows = slice(0, _OBSERVED_ROWS)
         noted = [tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]]
         return sent_to_host(torch.stack(noted))
@@ -141,7 +142,6 @@ class TauSearch:
         self._count = 0
 
     def judges_next(self) -> bool:
-        """Whether the next proposal is one in `EVERY`."""
         self._count += 1
         return not self.is_fixed and self._count % self.EVERY == 0
 
@@ -154,10 +154,10 @@ class TauSearch:
         return first_BK if token_ids_V is None else token_ids_V[first_BK]
 
     def observe(self, guesses_BK: Tensor, tokens: Sequence[int]) -> None:
-        """Counts hits. guesses_BK: on the host. tokens: the target's, at the roots.
+        """guesses_BK: on the host. tokens: the target's, at the roots.
 
-        Another tau takes over when its lead exceeds a standard error of the difference: at most the square
-        root of the misses of both.
+        Another tau takes over when its lead exceeds a standard error of the difference, at most the square
+        root of both's misses.
         """
         guesses = guesses_BK.T.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)

@@ -1,10 +1,10 @@
-"""The stages of a drafted chain, as compiled loops: see compiled_chain.py.
+"""The stages of compiled_chain.py, as compiled loops.
 
     a level   read ─▶ fc ─▶ stream ─▶ [ the layer: loops/stages.py ] ─▶ output ─▶ head ─▶ choose
 
 Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of the first and
-last stage are sequences, of the others equal shares of rows or of panels. `eagle.py`, `drafter.py` and
-`pair_cache.py` are the reference: with weights in bfloat16 numbers are rounded where they are tensors there.
+last stage are sequences, of the others equal shares of rows or of panels. In bfloat16, numbers are rounded
+where `eagle.py`, `drafter.py` and `pair_cache.py`, the reference, have tensors.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
 
 @njit(inline="always")
 def _width(draft):  # type: ignore
-    """Logits of a row, those of the last panel's padding among them."""
+    """Logits of a row, padding included."""
     return (draft.num_draft + LANES - 1) // LANES * LANES
 
 
@@ -167,7 +167,6 @@ def _float64_at(address):  # type: ignore
 
 @njit(inline="always")
 def _rounded(number, like):  # type: ignore
-    """As the weights' type stores it."""
     return widen(narrow(number, like[_U64(0)]))
 
 
@@ -181,7 +180,6 @@ def _of(draft, row, number):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _read(draft, call, level, row, like):  # type: ignore
-    """A sequence's pairs: embeddings beside features or, of drafted tokens, the drafter's own outputs."""
     size, tokens = call.hidden, int64_at(draft.tokens)
     rope, at = _of(draft, row, _ROPE), row * (draft.depth + 1) + level
     if level == 0:
@@ -269,7 +267,6 @@ def _start_stream(draft, call, level, part, like):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _output(draft, call, level, part, like):  # type: ignore
-    """Of each sequence's last pair."""
     size, x, hidden, outputs = (
         call.hidden,
         float32_at(call.x),
@@ -289,7 +286,7 @@ def _output(draft, call, level, part, like):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _choose(draft, level, row, work, like):  # type: ignore
-    """The token of the largest log q / tau + noise, the first of equals."""
+    """Takes the largest log q / tau + noise, the first of equals."""
     words, scores = work
     keys, at = int64_at(draft.keys), 4 * row
     key = _U32(keys[_U64(at)]), _U32(keys[_U64(at + 1)]), _U32(keys[_U64(at + 2)]), _U32(keys[_U64(at + 3)])

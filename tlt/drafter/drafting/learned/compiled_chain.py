@@ -1,5 +1,5 @@
-"""A chain of EAGLE's family in one call of compiled loops, for CPUs: no operation of PyTorch between its
-levels, which for a small model takes longer than the arithmetic.
+"""A chain of EAGLE's family in one call of compiled loops: for a small model, PyTorch's operations take
+longer than the arithmetic.
 
     missing pairs ─▶ layer ─▶ head ─▶ token ─▶ layer ─▶ head ─▶ token ─▶ …      (chain_stages.py)
 """
@@ -28,11 +28,8 @@ from tlt.speculation.law.draw import LevelNoise
 class Missing(NamedTuple):
     """Pairs that the sequences in slots 0, 1, … have not read; every sequence misses its last.
 
-    tokens: of the pairs, by sequence.
     starts: cache column of each sequence's first.
     firsts: position of column 0, by sequence.
-    layers: the cache.
-    history: has the features.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -55,13 +52,12 @@ class CompiledChain:
         self.model, self.target, self.layer = model, target, layer
 
     def can_draft(self) -> bool:
-        """Whether the head of today's draft vocabulary is of panels."""
         embedding_VE, dtype = self.target.embedding_VE, self.model.dtype
         has_panels = self.model.head_panels(self.target) is not None
         return has_panels and embedding_VE.dtype == dtype and embedding_VE.is_contiguous()
 
     def draft(self, missing: Missing, law: ChainLaw, depth: int) -> tuple[Tensor, Tensor]:
-        """(tokens [B, depth + 1], roots first; logits of level 0, [B, draft vocabulary])."""
+        """Returns tokens [B, depth + 1], roots first, and logits of level 0, [B, draft vocabulary]."""
         counts, history, layer = [len(row) for row in missing.tokens], missing.history, self.layer
         B, N = len(counts), sum(counts)
         reading, drafting = _attention(missing, counts, layer.config)
@@ -114,7 +110,6 @@ class CompiledChain:
 
     @property
     def _num_weights(self) -> int:
-        """Of a level, beside the layer's."""
         E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
         return E * ((fc_size if self._is_eagle else 0) + self.model.num_proposed)
 
@@ -157,8 +152,8 @@ class CompiledChain:
     def _rope(
         self, missing: Missing, counts: Sequence[int], depth: int
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """Rotary rows, and where those of each sequence begin: in the table of all positions, where there is
-        one."""
+        """Returns rotary rows, of all positions where there is such a table, and where each sequence's
+        begin."""
         begins, rope = list(map(add, missing.firsts, missing.starts)), self.model.rope
         if rope.table is not None:
             return dict(zip(("cos_rows", "sin_rows"), rope.table, strict=True)), begins
@@ -172,7 +167,6 @@ class CompiledChain:
 def _attention(
     missing: Missing, counts: Sequence[int], config: Heads
 ) -> tuple[CompiledAttention, CompiledAttention]:
-    """Of the missing pairs; and of the tokens of a level, whose columns and lengths each level sets."""
     ends = list(map(add, missing.starts, counts))
     columns_BT = torch.from_numpy(np.add.outer(missing.starts, np.arange(max(counts))))
     rows = rows_of_cache(list(zip(counts, ends, strict=True)), max(counts))

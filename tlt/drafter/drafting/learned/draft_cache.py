@@ -1,10 +1,10 @@
-"""The base of a learned drafter's caches, by the engine's slots. A cache gives the logits of each level.
+"""The base of a learned drafter's caches, by the engine's slots.
 
     committed tokens ─▶ read what is new ─▶ Levels:  first() ─▶ next(tokens of level 1) ─▶ …
                         (cache, history)
 
-pair_cache.py reads EAGLE's pairs, block_cache.py the context of blocks. A proposal first reads new committed
-tokens, up to the window when speculation is switched on late. The target never runs for this.
+A proposal first reads new committed tokens, up to the window when speculation is switched on late. The target
+never runs for this.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ class Levels(ABC):
 
     @abstractmethod
     def next(self, tokens_BF: Tensor, parents_BF: Tensor | None) -> Tensor:
-        """Returns the logits [B, F, V] behind `tokens_BF`, children of the nodes `parents_BF` of those
-        expanded last; None: a chain's only node."""
+        """Returns the logits [B, F, V] behind `tokens_BF`. parents_BF: among the nodes expanded last; None: a
+        chain's only node."""
 
 
 @dataclass(frozen=True)
 class ParkedDraft:
-    """A sequence that has left its slot and may go on in another."""
-
     features_CF: Tensor
     """The target's, by column of the history's ring."""
     first: int
@@ -87,15 +85,15 @@ class DraftCache(ABC):
     def draft_chain(
         self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Reads what is new and drafts, in one call of compiled loops. Returns tokens [B, depth + 1], roots
-        first, and the logits behind the roots, [B, V]; None: a chain is drafted level by level."""
+        """Drafts in one call of compiled loops, as `CompiledChain.draft`; None: a chain is drafted level by
+        level."""
         return None
 
     def admit(self, slot: int) -> None:
         self.firsts[slot] = self.counts[slot] = 0
 
     def forget(self) -> None:
-        """The cache is computed again from the kept features."""
+        """Has the cache computed again from the kept features."""
         self.counts = [0] * len(self.counts)
 
     def move(self, source: int, target: int) -> None:
@@ -111,7 +109,7 @@ class DraftCache(ABC):
         return ParkedDraft(features_CF, self.firsts[slot], count, entries, self.model.num_loads)
 
     def unpark(self, slot: int, parked: ParkedDraft) -> None:
-        """Entries of earlier weights are computed again from the features."""
+        """Later weights have the entries computed again from the features."""
         self.history.copy_in(slot, parked.features_CF)
         self.firsts[slot], self.counts[slot] = parked.first, 0
         if parked.count and parked.num_loads == self.model.num_loads:
@@ -123,7 +121,6 @@ class DraftCache(ABC):
         return self.cache.slot_bytes(length + self.spare) + self.history.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the caches, which grow when needed."""
         self.room = num_slots, length
         self.history.reserve(num_slots, length)
         slots = min(self.cache.num_slots, num_slots)
@@ -146,7 +143,6 @@ class DraftCache(ABC):
     def record(
         self, key: Hashable, function: Callable[..., Outputs], inputs: Mapping[str, Tensor]
     ) -> Outputs:
-        """See `Graphs.run`."""
         target = self.target
         addresses = target.embedding_VE.data_ptr(), target.head_VE.data_ptr()
         self.graphs.keep_to((*addresses, target.version, self.model.num_loads, self.cache.num_resizes))
@@ -177,6 +173,6 @@ class DraftCache(ABC):
             self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
 
     def positions(self, columns_BT: Tensor, offsets_B1: Tensor | None) -> Tensor:
-        """Returns rotary positions, flat, clamped to max_positions."""
+        """Positions are flat, and clamped to max_positions."""
         positions_BT = columns_BT if offsets_B1 is None else columns_BT + offsets_B1
         return positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)

@@ -5,8 +5,8 @@ arXiv 2406.16858).
     (draft_cache.py)              ▲                                              │
                                   └──────────── drafted tokens ◀─────────────────┘
 
-The next level's logits come from a pass over the drafted tokens (EAGLE: pair_cache.py) or from the next slot
-of a block (block_cache.py).
+The next level's logits come from a pass over the drafted tokens (pair_cache.py) or from a block's next slot
+(block_cache.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class LearnedProposal(Proposal):
 
 @dataclass(frozen=True)
 class _Start:
-    """What a draft starts from: the roots, with all committed tokens read."""
-
     params: BatchParams
     strategy: Strategy
     noise: DraftNoise
@@ -117,8 +115,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Also under running sequences: the cache is computed again from the kept features. Evidence about
-        the old weights counts for less."""
+        """Sequences may be running. Evidence about the old weights counts for less."""
         self.model.load(tensors, version)
         self.draft_cache.forget()
         if self.calibration is not None:
@@ -193,14 +190,12 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self._chain(start) if strategy.width == 1 else self._tree(start)
 
     def _depth(self, strategy: Strategy) -> int:
-        """The hybrid's strategies may be deeper than the drafter's block."""
+        """Strategies of the hybrid may be deeper than the drafter's block."""
         return min(strategy.depth, self.model.config.max_depth)
 
     def _rank(self, scaled_BTV: Tensor, noise_BV: Tensor) -> Tensor:
-        """Returns the scores, log q / tau + noise, up to a constant per node.
-
-        With noise, their log-softmax is no log-probability; `Calibration.estimate` corrects it.
-        """
+        """Returns log q / tau + noise, up to a constant per node: with noise no log-probability, which
+        `Calibration.estimate` corrects."""
         return torch.add(noise_BV[:, None], scaled_BTV, alpha=1 / self.tau)
 
     def _note(self, tree: DraftTree, cells_BN: Tensor | None, discarded: Sequence[int]) -> Tensor | None:
@@ -216,7 +211,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def _chain_in_one_call(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, is_judged: bool
     ) -> LearnedProposal | None:
-        """None: it is drafted level by level."""
         if strategy.width > 1 or noise.levels is None:
             return None
         drafted = self.draft_cache.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
@@ -262,7 +256,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return torch.cat(tokens, dim=1), *guesses
 
     def _replay_chain(self, start: _Start, depth: int) -> tuple[Tensor, ...] | None:
-        """As `_chain_by_level`, launched at once; None: it cannot be."""
+        """None: no graph can be replayed."""
         levels, noise, pairs = start.levels, start.noise.levels, self.draft_cache
         if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
             return None
@@ -293,9 +287,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)
 
     def _tree(self, start: _Start) -> LearnedProposal:
-        """Drafts a tree (EAGLE-2): a level's `width` most confident nodes are expanded by `width` candidates
-        each; the `budget` most confident of all nodes stay. Confidence is the product of acceptance chances
-        from the root on."""
+        """EAGLE-2: a level's `width` most confident nodes get `width` candidates each; the `budget` most
+        confident of all nodes stay. Confidence is the product of acceptance chances from the root on."""
         strategy, device, B = start.strategy, self.model.device, len(start.roots_B1)
         width, depth = min(strategy.width, self.model.num_proposed), self._depth(strategy)
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)

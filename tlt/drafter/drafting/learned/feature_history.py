@@ -1,10 +1,10 @@
-"""The target's features at the latest positions of every running sequence, for speculation switched on in the
-middle of a response.
+"""The target's latest features of every running sequence, for speculation switched on in the middle of a
+response.
 
     a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
 
 Without speculation features must cost nothing, so `write` queues tensors and many steps are copied at once.
-F: size of a feature, S: slots, C: columns of the ring.
+F: size of a feature, C: columns of the ring.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ _FEW_SLOTS = 8
 
 
 class FeatureHistory:
-    """Holds each slot's latest `window` positions in a ring: position p lies in column p mod C.
-
-    Positions of rejected drafts are written again before they are read. The ring is wider than the window by
-    the longest draft, so they overwrite no position of the window.
-    """
+    """Holds each slot's latest `window` positions in a ring: position p lies in column p mod C. The ring is
+    wider than the window by the longest draft, so rejected drafts overwrite no position of the window."""
 
     def __init__(
         self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device
@@ -48,12 +45,10 @@ class FeatureHistory:
         return self.ring_SCF.nbytes
 
     def slot_bytes(self, length: int) -> int:
-        """Counts ring and queue."""
         num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
         return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Bounds the ring, which grows when written."""
         self._room = num_slots, min(length, self.num_columns)
         if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
             self.flush()
@@ -82,8 +77,7 @@ class FeatureHistory:
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """Returns [B, num_positions, F] from starts[b] on. Positions without a committed token are
-        arbitrary."""
+        """Returns [B, num_positions, F] from starts[b] on, arbitrary where no token is committed."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
@@ -102,13 +96,12 @@ class FeatureHistory:
         self.ring_SCF[target] = self.ring_SCF[source]
 
     def copy_out(self, slot: int, num_positions: int) -> Tensor:
-        """Returns a copy of a sequence's columns, [C, F], C at most `num_positions`."""
+        """Returns [C, F], C at most `num_positions`."""
         self.flush()
         self._reserve(slot + 1, num_positions)
         return self.ring_SCF[slot, :num_positions].clone()
 
     def copy_in(self, slot: int, own_CF: Tensor) -> None:
-        """Writes what `copy_out` gave."""
         self.flush()
         self._reserve(slot + 1, len(own_CF))
         self.ring_SCF[slot, : len(own_CF)] = own_CF

@@ -1,4 +1,4 @@
-"""EAGLE's cache: keys and values of the pairs that it has read, and its levels.
+"""EAGLE's cache of pairs, and its levels.
 
     feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
                 eagle3: fc(residual sums of three of the target's layers at t)
@@ -9,8 +9,7 @@
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘
 
-The target has not read drafted tokens, so output t stands in for feature t+1. (eagle3 is trained this way, so
-its outputs need not resemble features.)
+The target has not read drafted tokens, so output t stands in for feature t+1.
 
     last output ─▶ logits, ranked (drafter.py) ─▶ the drafted token
         ▲                                             │
@@ -50,8 +49,6 @@ SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """The cache once all committed pairs are read."""
-
     num_pairs: list[int]
     """By row, in columns 0 … of the cache."""
     ends_B: Tensor
@@ -106,9 +103,8 @@ class PairCache(DraftCache):
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext, room: int) -> tuple[list[int], list[int]]:
-        """Reads all but the last pair of sequences that are not cached, or whose next pair has left the
-        window. Returns, by row, the number of cached pairs, and that of all. room: columns that drafting
-        needs behind the pairs."""
+        """Reads all but the last pair of new sequences. Returns, by row, the number of cached pairs, and of
+        all. room: columns that drafting needs behind the pairs."""
         entering, copies = self.restart(context)
         for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
@@ -138,8 +134,8 @@ class PairCache(DraftCache):
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the output of each last pair, num_pairs on the device, and `CaughtUp.offsets_B1`. Rows with
-        fewer missing pairs write garbage behind their end, in columns that drafting overwrites."""
+        """Rows with fewer missing pairs write garbage behind their end, in columns that drafting
+        overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]

@@ -9,9 +9,8 @@ from tlt.base.types import DraftTree
 
 
 def best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
-    """Returns the pool indices of the root (0) and the `budget` most confident candidates, in pool order.
-    A child is never more confident than its parent and stands behind it, so a chosen node's parent is
-    chosen."""
+    """Returns pool indices of the root (0) and the `budget` most confident candidates, in pool order. A child
+    is never more confident than its parent, so a chosen node's parent is chosen."""
     best_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices
     chosen_BN = best_BN.sort(dim=-1).values + 1
     return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)

@@ -1,4 +1,4 @@
-"""Decides when the draft vocabulary is chosen again (vocabulary.py says how). It affects speed alone.
+"""Decides when the draft vocabulary is chosen again (vocabulary.py says how).
 
 Engine, tlt generate    from the running prompts and new samples, once much is new     `look`
 a run                   from the step's prompts and all ranks' samples, once a step    `begin`, `end`

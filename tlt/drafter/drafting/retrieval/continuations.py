@@ -1,4 +1,4 @@
-"""Ranks the continuations that retrieval found and makes a draft tree of the most confident candidates.
+"""Makes a draft tree of the continuations that retrieval found.
 
 occurrences (suffix_index.py) ─▶ trie of what followed, weighted by the length of the match ─▶ tree
 """
@@ -19,7 +19,7 @@ _TAU = 0.7
 
 @dataclass(slots=True)
 class Branch:
-    """An edge of the trie: tokens without a choice, then branches."""
+    """Tokens without a choice, then branches."""
 
     tokens: tuple[int, ...]
     start: int
@@ -36,12 +36,11 @@ class Branch:
 
     @property
     def depth(self) -> int:
-        """Depth of the first token in the draft."""
         return self.start + 1
 
 
 def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
-    """Makes a trie of continuations (tokens, weight) that agree before `start`. Its root may be empty."""
+    """Makes a trie of (tokens, weight) that agree before `start`. Its root may be empty."""
     if not continuations:
         return Branch((), start, 0.0, [])
     texts = [tokens for tokens, _ in continuations]
@@ -73,8 +72,7 @@ class Retrieved:
 
 
 def walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """Returns how far `tokens` lead down a tree, and whether a different token, not the tree's end, stopped
-    them."""
+    """Returns how far `tokens` lead down a tree, and whether a different token stopped them."""
     children: dict[int, dict[int, int]] = {}
     for column, (token, parent) in enumerate(nodes, start=1):
         children.setdefault(parent, {})[token] = column
@@ -97,8 +95,8 @@ def match_bucket(length: int) -> int:
 
 
 def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
-    """Returns (token, parent column) of the `budget` most confident candidates, parents first. Confidence is
-    the product of the shares from the root on."""
+    """Returns (token, parent column) of the `budget` most confident candidates, by the product of shares,
+    parents first."""
     nodes: list[tuple[int, int]] = []
     heap: list[tuple[float, int, int, Branch, int]] = []  # the last: place of the candidate in its branch
     order = 0
@@ -125,7 +123,6 @@ def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
 
 
 def _shares(branches: Sequence[Branch]) -> list[tuple[float, Branch]]:
-    """Returns (log share, branch), the largest share first."""
     if len(branches) < 2:
         return [(0.0, branch) for branch in branches]
     scores = [math.log(branch.weight) / _TAU + branch.noise for branch in branches]

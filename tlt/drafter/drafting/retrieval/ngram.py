@@ -1,10 +1,8 @@
 """Retrieval, drafting without a model: the tokens that followed where the last tokens occurred before.
 
-    problem ─▶ texts: this sequence, other samples of its prompt, the prompt's responses of earlier epochs
-                 └─ the last 10 or 4 tokens ─▶ their latest occurrences ─▶ longest match backwards
-                                                   └─▶ the tokens that followed there, as a trie of candidates
-
-Everything lies on the host.
+problem ─▶ texts: this sequence, other samples of its prompt, the prompt's responses of earlier epochs
+             └─ the last 10 or 4 tokens ─▶ their latest occurrences ─▶ longest match backwards
+                                               └─▶ the tokens that followed there, as a trie of candidates
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ class NgramProposal(Proposal):
 
 
 class NgramDrafter(Drafter[NgramProposal]):
-    """Drafts by retrieval over a problem's own responses; needs no training.
-
-    Ranking: log(weight share) / tau + the law's noise. Acceptance is learned by the length of the match.
+    """Ranking: log(weight share) / tau + the law's noise. Acceptance is learned by the length of the
+    match.
     """
 
     kinds = ("ngram",)
@@ -72,7 +69,7 @@ class NgramDrafter(Drafter[NgramProposal]):
         return self._text(slot)
 
     def unpark(self, slot: int, request: Request, parked: tuple[SuffixIndex, int]) -> None:
-        """Its text goes on; a second one would count its tokens twice."""
+        """A second text would count its tokens twice."""
         index, text = parked
         if self.problems.get(request.problem_id) is index and index.reopen(text):
             self.problems.move_to_end(request.problem_id)
@@ -139,7 +136,7 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
-        """Chance of acceptance to depth 1, 2, … `depth`."""
+        """Returns the chance of acceptance to depth 1, 2, … `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
         num_found = min(retrieved.depth, depth)
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
@@ -147,7 +144,7 @@ class NgramDrafter(Drafter[NgramProposal]):
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> NgramProposal:
-        """Retrieves for discarded rows, too: `observe` compares with the tokens that other drafts led to."""
+        """Retrieves for discarded rows, too: `observe` compares with the tokens drawn."""
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise)
         rows = [grow(trie, strategy) for trie, _ in tries]
@@ -168,7 +165,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device), lengths=lengths), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
-        """Returns the trie of what followed, and the longest match."""
         index, text = self._text(slot)
         index.extend(text, tokens)
         weights: dict[tuple[int, ...], float] = {}
@@ -180,7 +176,6 @@ class NgramDrafter(Drafter[NgramProposal]):
         return branch_out([*weights.items()]), longest
 
     def _fetch_noise(self, tries: Sequence[Branch], noise: DraftNoise) -> None:
-        """Only candidates with a sibling need noise."""
         contested: list[tuple[int, Branch]] = []
         for row, root in enumerate(tries):
             stack = [root]

@@ -1,9 +1,5 @@
-"""References: responses drawn before with the noise that a request will be drawn with.
-
-    key of the noise ─▶ tokens
-
-They come from the last evaluation, the policy of one update ago, or a file (`tlt generate --references`).
-With the same noise hardly a token differs.
+"""References: responses drawn before with the noise of a request. They come from the last evaluation, the
+policy of one update ago, or a file (`tlt generate --references`). With the same noise hardly a token differs.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ class Reference:
 
 
 class References:
-    """Keeps references by the key of their noise, `mib` MiB at most (None: no limit); the oldest leave."""
+    """Holds `mib` MiB at most (None: no limit); the oldest leave."""
 
     def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
         self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
@@ -42,7 +38,6 @@ class References:
         return len(self._kept)
 
     def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int = 0, is_whole: bool = False) -> None:
-        """Replaces the key's earlier reference."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
         self.num_tokens += len(token_ids)

@@ -30,8 +30,8 @@ _MAX_TEXTS = 64
 class AnchorTable:
     """The latest place of every anchor of one length, by hash.
 
-    Each place links to the one before, a chain from the latest to the first (as in LZ77). Anchors with one
-    row share a chain, so each place is compared token by token.
+    Each place links to the one before (as in LZ77). Anchors with one row share a chain, so places are
+    compared token by token.
     """
 
     def __init__(self, length: int) -> None:
@@ -43,7 +43,7 @@ class AnchorTable:
         return self.table[key & (len(self.table) - 1)]
 
     def read(self, text: int, stored: array[int], ends: range, earlier: array[int]) -> None:
-        """The token at a place follows the anchor. Writes to `earlier` the latest place before each."""
+        """Writes to `earlier` the latest place before each. The token at a place follows the anchor."""
         table, mask, length = self.table, len(self.table) - 1, self.length
         for end in ends:
             row = crc32(stored[end - length : end]) & mask
@@ -51,8 +51,8 @@ class AnchorTable:
             table[row] = text << 32 | end
 
     def hold(self, num_places: int) -> None:
-        """Doubles the table until at most half of its rows are used. A row's chain then starts in two rows,
-        told apart by one more bit of the hash."""
+        """Doubles the table until at most half of its rows are used. A row's chain then starts in two
+        rows."""
         while 2 * num_places > len(self.table):
             self.table *= 2
 
@@ -111,7 +111,7 @@ class SuffixIndex:
         self._unread.clear()
 
     def close(self, text: int) -> None:
-        """Marks a text as complete. Beyond `_MAX_TEXTS` the oldest complete texts are forgotten."""
+        """Beyond `_MAX_TEXTS` the oldest complete texts are forgotten."""
         self._open.remove(text)
         num_surplus = max(len(self.texts) - _MAX_TEXTS, 0)
         for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
@@ -124,13 +124,12 @@ class SuffixIndex:
             self._unread = [grown for grown in self._unread if grown[0] in self.texts]
 
     def reopen(self, text: int) -> bool:
-        """False: it was forgotten."""
+        """Returns False for a forgotten text."""
         if text in self.texts:
             self._open.add(text)
         return text in self.texts
 
     def _index_elsewhere(self, prompt: tuple[int, ...]) -> None:
-        """Indexes the prompt in the latest text that begins with it, if any."""
         heir = next((text for text, own in reversed(self._prompts.items()) if own == prompt), None)
         if heir is None:
             del self._indexed[prompt]
@@ -146,7 +145,7 @@ class SuffixIndex:
         return [(len(self._prompts.get(text, ())), stored.tolist()) for text, stored in ended]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Returns (length of the match, text, position after it) where the end of `tokens` occurred last."""
+        """Returns (length of the match, text, position after it)."""
         if self._unread:
             self._read()
         ending = array(_TOKEN, tokens[-MAX_MATCH:])
@@ -171,8 +170,8 @@ class SuffixIndex:
 
 
 def _match_length(stored: array[int], end: int, digits: int, num: int) -> int:
-    """Counts matching tokens before `end`. The other text's last `num` tokens are the digits of a number, the
-    last token the highest: the highest differing digit ends the match."""
+    """The other text's last `num` tokens are the digits of a number, the last the highest: the highest
+    differing digit ends the match."""
     limit = min(end, num)
     theirs = int.from_bytes(stored[end - limit : end], "little") << (num - limit) * _TOKEN_BITS
     return min(num - -(-(theirs ^ digits).bit_length() // _TOKEN_BITS), limit)
@@ -180,10 +179,7 @@ def _match_length(stored: array[int], end: int, digits: int, num: int) -> int:
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
     """Counts tokens that retrieval alone would have drafted right, among the first `counts[i]` of each
-    response.
-
-    Responses grow side by side, as while generating.
-    """
+    response. Responses grow side by side."""
     index = SuffixIndex()
     texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
     places = [index.open_sample(rollout.prompt_ids) for rollout in group]
