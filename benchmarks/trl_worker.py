@@ -26,10 +26,10 @@ from tlt.tasks.base import get_task
 from tlt.tasks.environments.environment import Environments
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.training.build.environment import build_between_turns, environment_spec
+from tlt.training.build.models import build_drafter_training
 from tlt.training.build.policy import build_policy_trainer, reward_spec
 from tlt.training.build.problems import chat_format, load_problems
 from tlt.training.build.run_engine import engine_settings
-from tlt.training.build.watched_drafter import watch_drafter
 from tlt.training.live import prompt_name
 from tlt.training.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.training.report.timeline import Timeline
@@ -219,7 +219,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     engine = build_engine(
         model.config, model.tensors, engine_settings(config, "cpu"), stored, on_span=timeline.add
     )
-    training = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
+    training = build_drafter_training(config.drafter, stored, engine, world, timeline, seed=0)
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
     params = config.sampling.params(42, model.stop_ids)  # TRL's default seed
     between_turns = build_between_turns(

@@ -45,7 +45,7 @@ from tlt.models.hf.module import module_config, module_tensors, unwrap
 from tlt.models.hf.prompts import read_ids
 from tlt.models.hf.tokenizer import check_prompt
 from tlt.models.hf.weights import expected_shapes
-from tlt.training.build.watched_drafter import watch_drafter
+from tlt.training.build.models import build_drafter_training
 from tlt.training.ranks.world import gather_objects, join_process_group, shutdown
 from tlt.training.report.timeline import Timeline, shared_epoch
 from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
@@ -139,7 +139,7 @@ class LiveRollouts:
             self.engine = build_engine(
                 self.config, tensors, engine_settings, stored, on_span=self.timeline.add
             )
-            self.drafter_training = watch_drafter(
+            self.drafter_training = build_drafter_training(
                 settings.section, stored, self.engine, world, self.timeline, seed=0, share=share
             )
         queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)

@@ -27,7 +27,7 @@ from tests.unit.drafter.block_parts import (
     plain_slots,
 )
 from tests.unit.drafter.parts import context_of, make_request, make_rollout
-from tests.unit.drafter.watched_parts import Parts
+from tests.unit.drafter.training_parts import Parts
 from tlt.base.strategy import Strategy
 from tlt.drafter.block import BlockModel, run_blocks
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter

@@ -12,7 +12,7 @@ import torch
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter.parts import POLICY
-from tests.unit.drafter.watched_parts import Parts, make_rollouts
+from tests.unit.drafter.training_parts import Parts, make_rollouts
 from tlt.base.types import Rollout
 from tlt.drafter.drafting.retrieval.suffix_index import count_retrieved
 from tlt.drafter.measure import (
@@ -70,7 +70,9 @@ def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
     parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
-        check = parts.training.check([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
+        check = parts.training.publish_and_measure(
+            [replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0
+        )
     assert 0 < check.acceptance < 1
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.lossless.helpers import CONFIG, make_policy, pack
 from tests.unit.drafter.parts import POLICY, TARGET
-from tests.unit.drafter.watched_parts import make_rollouts
+from tests.unit.drafter.training_parts import make_rollouts
 from tlt.base.types import Rollout
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape

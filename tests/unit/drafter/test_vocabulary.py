@@ -29,7 +29,7 @@ from tests.unit.drafter.parts import (
     make_requests,
     make_rollout,
 )
-from tests.unit.drafter.watched_parts import Parts, make_rollouts
+from tests.unit.drafter.training_parts import Parts, make_rollouts
 from tlt.base.kinds import DraftVocab
 from tlt.base.strategy import Strategy
 from tlt.base.types import Rollout, SamplingParams
@@ -369,13 +369,13 @@ def watched(wanted: DraftVocab) -> tuple[Any, DraftVocabulary]:
 def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_responses_do_not_change() -> None:
     training, vocabulary = watched(10)
     first, second = make_rollouts(seed=1), make_rollouts(seed=2)
-    check = training.check(first, 0, 1.0)
+    check = training.publish_and_measure(first, 0, 1.0)
     assert (check.vocabulary, check.coverage) == (VOCAB, 1.0), "nothing was known in the first step"
     training.foresee([(1, 2)])
     chosen = chosen_by(vocabulary)
     assert {1, 2} < set(chosen)
     assert training.served.model.token_ids.tolist() == training.spot.trainer.token_ids.tolist() == chosen
-    check = training.check(second, 0, 1.0)
+    check = training.publish_and_measure(second, 0, 1.0)
     assert chosen_by(vocabulary) == chosen
     tokens = [token for rollout in second for token in rollout.token_ids]
     assert check.vocabulary == 10
@@ -387,8 +387,8 @@ def test_a_saved_drafter_has_what_was_counted_and_the_acceptance_that_was_measur
 ) -> None:
     training, _ = watched("full")
     training.check_every = 2
-    measured = training.check(make_rollouts(seed=1), 0, 1.0).acceptance
-    assert math.isnan(training.check(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
+    measured = training.publish_and_measure(make_rollouts(seed=1), 0, 1.0).acceptance
+    assert math.isnan(training.publish_and_measure(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
     restarted, _ = watched("full")
     restarted.restore(training.counters(), training.own_counters())
     for number, one in enumerate((training, restarted)):
@@ -423,7 +423,7 @@ def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
 def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_wanted_now() -> None:
     training, vocabulary = watched(10)
     training.foresee([(30, 31)])
-    training.check(make_rollouts(seed=1), 0, 1.0)
+    training.publish_and_measure(make_rollouts(seed=1), 0, 1.0)
     counters = json.loads(json.dumps(training.counters()))
     again, restored = watched(10)
     again.restore(counters, training.own_counters())

@@ -137,7 +137,7 @@ class RolloutPhase:
             rollouts,
             rewards,
             replicas,
-            check=training.check(rollouts, replica.drafter.num_tokens, temperature),
+            check=training.publish_and_measure(rollouts, replica.drafter.num_tokens, temperature),
             groups=groups,
             kept=groups if sampling is None else sampling.select(groups),
             num_rounds=len(rounds),

@@ -2,7 +2,7 @@
 
 Scorers           score responses, in processes (tasks/rewards/pool.py)
 Journal           keeps responses and rewards on disk (training/saved/journal.py)
-DrafterTraining   trains and measures the drafter (watched_drafter.py)
+DrafterTraining   trains and measures the drafter (drafter_training.py)
 Ahead             generates the next steps' responses in idle time (ahead.py)
 BetweenTurns      holds responses that wait for their environment (conversations.py)
 """
@@ -173,7 +173,9 @@ class DrafterTraining:
         """Until `should_stop` or until no data is left."""
         return DrafterReport()
 
-    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
+    def publish_and_measure(
+        self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
+    ) -> DrafterCheck | None:
         """Averages the ranks' drafters, publishes the result and measures it. A collective; None without a
         drafter.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.drafter.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
-from tests.unit.drafter.watched_parts import Parts
+from tests.unit.drafter.training_parts import Parts
 from tests.unit.speculation.tuner.test_tuner import ALL, Machine, play
 from tlt.base.speculation import Adaptive
 from tlt.drafter.drafting.retrieval.ngram import NgramDrafter

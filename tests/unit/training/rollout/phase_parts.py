@@ -29,9 +29,9 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks, RankState
 from tlt.training.rollout.phase import NO_WORK, RolloutPhase
 from tlt.training.rollout.protocol import Sinks
-from tlt.training.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
 
@@ -138,7 +138,7 @@ def make_training(
     target: PackedTransformer | None = None,
     average: Callable[[Sequence[torch.Tensor], float], float] = lambda tensors, weight: 1.0,
     others: Sequence[int] = (),
-) -> WatchedDrafter:
+) -> LearnedDrafterTraining:
     """`others`: drafter versions of other replicas' engines. Without a target nothing is measured."""
 
     def gather(value: Any) -> list[Any]:
@@ -149,7 +149,7 @@ def make_training(
     if target is not None:
         copies = DrafterCopies(spot.trainer.model, learned.model, target, lambda group, counts: 0)
     learned = learned or SimpleNamespace(vocabulary_choice=None, version=0)
-    return WatchedDrafter(copies, learned, spot, Ranks(0, gather, average), Timeline(0))
+    return LearnedDrafterTraining(copies, learned, spot, Ranks(0, gather, average), Timeline(0))
 
 
 def make_problems(num: int) -> list[Problem]:

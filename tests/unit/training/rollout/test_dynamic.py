@@ -119,7 +119,7 @@ class Watcher(DrafterTraining):
     def begin(self) -> None:
         self.events.append("begin")
 
-    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> None:
+    def publish_and_measure(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> None:
         self.events.append(f"check {len(rollouts)}")
 
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:

@@ -25,7 +25,7 @@ from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.watched_drafter import Ranks, RankState, WatchedDrafter
+from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks, RankState
 
 
 def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:
@@ -53,7 +53,9 @@ class Parts:
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         copies = DrafterCopies(self.model, packed, TARGET, lambda group, counts: 0)
         ranks = Ranks(0, lambda value: [value], lambda tensors, weight: weight)
-        self.training = WatchedDrafter(copies, self.learned, self.spot, ranks, Timeline(0), check_every)
+        self.training = LearnedDrafterTraining(
+            copies, self.learned, self.spot, ranks, Timeline(0), check_every
+        )
 
     def join(self, state: RankState, tally: Tally | None = None) -> None:
         """Adds a second rank, with this state at every step's end and this tally (None: the first one's)."""
@@ -75,4 +77,4 @@ class Parts:
         rollouts = make_rollouts(seed=seed)
         for rollout in rollouts:
             self.spot.buffer.add(rollout)
-        return self.training.check(rollouts, self.train(micro_steps).num_tokens, 1.0)
+        return self.training.publish_and_measure(rollouts, self.train(micro_steps).num_tokens, 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.drafter.parts import POLICY
-from tests.unit.drafter.watched_parts import Parts, make_rollouts
+from tests.unit.drafter.training_parts import Parts, make_rollouts
 from tlt.base.records import DrafterCheck
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
@@ -22,7 +22,7 @@ from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.models.hf.weights import content_hash
 from tlt.speculation.tuner.tuner import Fixed
-from tlt.training.rollout.watched_drafter import RankState
+from tlt.training.rollout.drafter_training import RankState
 
 STALE = pytest.mark.parametrize(
     "stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"]

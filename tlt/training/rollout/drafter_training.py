@@ -1,8 +1,8 @@
 """The learned drafter during a rollout phase: trained on idle replicas, then published and checked.
 
-    begin ─▶ observe responses ─▶ train while idle ─▶ check ─▶ end            interrupted: abandon
+    begin ─▶ observe responses ─▶ train while idle ─▶ publish and measure ─▶ end     interrupted: abandon
 
-    check:  this step's training ── finite on every rank? ── no ─▶ undone: back to the last finite version
+            this step's training ── finite on every rank? ── no ─▶ undone: back to the last finite version
                                             │ yes
                             published: the ranks' average ─▶ does the engine's copy compute what the trainer's
                                                              does? ── no ─▶ RuntimeError
@@ -58,7 +58,7 @@ CHECK_EVERY = 4
 """A measurement takes 50 ms of a second's step of the headline: one in four steps leaves a percent."""
 
 
-class WatchedDrafter(DrafterTraining):
+class LearnedDrafterTraining(DrafterTraining):
     """spot: trains `copies.model` in idle time; None: the drafter is only measured.
     check_every: steps between two measurements of acceptance; the first step measures.
     share: extra training at the phase's end, as a share of the phase's seconds.
@@ -120,13 +120,15 @@ class WatchedDrafter(DrafterTraining):
         self._is_limited |= report.is_limited
         return report
 
-    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
+    def publish_and_measure(
+        self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
+    ) -> DrafterCheck:
         """Raises RuntimeError if an engine did not receive the drafter, or ranks differ."""
         if self.share:
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
-            check = self._publish_and_measure(rollouts, num_tokens, temperature)
+            check = self._publish_measured(rollouts, num_tokens, temperature)
         if math.isfinite(check.acceptance):
             self._acceptance = check.acceptance
         if self.choice is None:
@@ -150,9 +152,9 @@ class WatchedDrafter(DrafterTraining):
         if self.spot is not None:
             self.spot.trainer.token_ids = self.served.model.token_ids
 
-    # ── the check ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── at a phase's end ────────────────────────────────────────────────────────────────────────────────────
 
-    def _publish_and_measure(
+    def _publish_measured(
         self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
     ) -> DrafterCheck:
         """If no rank trained, the drafter is unchanged, and nothing is read unless acceptance is due."""
