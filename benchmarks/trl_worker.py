@@ -33,6 +33,7 @@ from tlt.training.build.run_engine import engine_settings
 from tlt.training.live import prompt_name
 from tlt.training.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work_queue import connect_work_queue
@@ -220,6 +221,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
         model.config, model.tensors, engine_settings(config, "cpu"), stored, on_span=timeline.add
     )
     training = build_drafter_training(config.drafter, stored, engine, world, timeline, seed=0)
+    idle_work = IdleWork(training=training)
     queue = connect_work_queue(world.store, world.rank, world.world_size, timeout=600.0)
     params = config.sampling.params(42, model.stop_ids)  # TRL's default seed
     between_turns = build_between_turns(
@@ -235,7 +237,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
 
         def take_step(step: int) -> None:
             result = generate(
-                problems[step * num : (step + 1) * num], job.group, params, "rollout", step, training
+                problems[step * num : (step + 1) * num], job.group, params, "rollout", step, idle_work
             )
             trainer.update(result.rollouts, result.rewards, step)
             engine.load_policy(dict(trainer.model.named_parameters()), step + 1)

@@ -50,7 +50,7 @@ from tlt.training.ranks.world import gather_objects, join_process_group, shutdow
 from tlt.training.report.timeline import Timeline, shared_epoch
 from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import BetweenTurns, DrafterTraining, Sinks
+from tlt.training.rollout.protocol import NO_TRAINING, BetweenTurns, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import connect_work_queue
 
@@ -189,11 +189,11 @@ class LiveRollouts:
         self._num_calls += 1
         self.engine.load_policy(module_tensors(self.model, self._expected), step)
         label = f"{purpose} {step}, call {self._num_calls}"
-        training = self.drafter_training if purpose == "rollout" else DrafterTraining()
+        training = self.drafter_training if purpose == "rollout" else NO_TRAINING
         self.drafter_training.foresee(problem.prompt_ids for problem in problems)
         try:
-            idle_work = IdleWork(plan=self._idle_choice.plan(self._num_calls))
-            self.latest = self._phase.answer(problems, list(groups.values()), label, training, idle_work)
+            idle_work = IdleWork(training=training, plan=self._idle_choice.plan(self._num_calls))
+            self.latest = self._phase.answer(problems, list(groups.values()), label, idle_work)
             if purpose == "rollout":
                 self._idle_choice.observe(facts_of(self.latest), self.latest.slowdown)
         except BaseException:  # such as Ctrl-C in a notebook: the next call begins anew

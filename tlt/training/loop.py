@@ -90,15 +90,15 @@ def sample(run: Run) -> PhaseResult:
     rollout, seed = run.config.rollout, run.config.run.seed
     num, num_samples = rollout.problems_per_step, rollout.samples_per_problem
     problems = problems_of_step(run.data.problems, run.step, num, seed)
-    sampling = None
+    dynamic_sampling = None
     if run.models.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.data.problems, run.step, num, seed)
-        sampling = DynamicSampling(num, num_samples, spare)
+        dynamic_sampling = DynamicSampling(num, num_samples, spare)
     plan, steps_left = run.models.idle_choice.plan(run.step), run.config.run.num_steps - run.step - 1
-    idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), plan)
     params, training = run.data.params, run.models.drafter_training
+    idle_work = IdleWork(ahead_work(run, IdleUse.AHEAD in plan.order), training, plan)
     training.foresee(problem.prompt_ids for problem in problems)
-    phase = run.phase.run(problems, num_samples, params, "rollout", run.step, training, sampling, idle_work)
+    phase = run.phase.run(problems, num_samples, params, "rollout", run.step, idle_work, dynamic_sampling)
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
     run.models.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)

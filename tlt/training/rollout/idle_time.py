@@ -15,7 +15,7 @@ from tlt.base.spans import SpanName
 from tlt.training.ranks.world import World, gather_objects
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
-from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterTraining
+from tlt.training.rollout.protocol import NO_AHEAD, NO_TRAINING, Ahead, DrafterTraining
 from tlt.training.rollout.result import PhaseResult
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
@@ -24,7 +24,10 @@ _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 
 @dataclass(frozen=True)
 class IdleWork:
+    """training: of the drafter."""
+
     ahead: Ahead = NO_AHEAD
+    training: DrafterTraining = NO_TRAINING
     plan: IdlePlan = field(default_factory=IdlePlan)
 
 
@@ -41,12 +44,11 @@ class IdleTime:
     def __init__(
         self,
         work: IdleWork,
-        training: DrafterTraining,
         has_better_to_do: Callable[[], bool],
         rest: Callable[[], None],
         timeline: Timeline,
     ) -> None:
-        self.ahead, self.plan, self.training = work.ahead, work.plan, training
+        self.ahead, self.plan, self.training = work.ahead, work.plan, work.training
         self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
         self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
         self.stretches: list[IdleStretch] = []

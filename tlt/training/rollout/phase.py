@@ -17,7 +17,7 @@ The collectives come after the last response; until then a replica waits for nob
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from dataclasses import dataclass
 
 from tlt.base.records import IdleUse, TimedStep
 from tlt.base.spans import SpanName
@@ -30,18 +30,27 @@ from tlt.training.rollout.ahead_queue import AheadQueue
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.training.rollout.progress import Show, progress_of, watching
-from tlt.training.rollout.protocol import DrafterTraining, Sinks
-from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, join_rounds
+from tlt.training.rollout.protocol import Sinks
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, gathered_groups, join_rounds
 from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
 
-NO_TRAINING = DrafterTraining()
 NO_WORK = IdleWork()
 
 
 class StopRequested(Exception):
     """The journal keeps the tokens so far; without a journal the law redraws the same tokens."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a phase, the same on all ranks. replicas: by rank."""
+
+    groups: list[Group]
+    replicas: list[ReplicaReport]
+    recalled_tokens: int
+    slowdown: SlowdownSums
 
 
 class RolloutPhase:
@@ -69,31 +78,26 @@ class RolloutPhase:
         params: SamplingParams,
         purpose: Purpose,
         step: int,
-        training: DrafterTraining = NO_TRAINING,
-        sampling: DynamicSampling | None = None,
         idle_work: IdleWork = NO_WORK,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
         """Every rank passes the same arguments and gets the same result. Raises StopRequested on all ranks
         when one of them was asked to stop.
 
-        training: of the drafter.
-        sampling: replaces groups without a gradient by further ones; None: all groups stay.
+        dynamic_sampling: replaces groups without a gradient by further ones; None: all groups stay.
         """
-        name = f"{purpose} {step}"
-        self._begin(training)
+        self._begin(idle_work)
+        rounds: list[Round] = []
         groups: list[Group] = []
-        rounds: list[list[ReplicaReport]] = []
-        group_requests = [GroupRequest(problem) for problem in problems]
-        while group_requests:
-            requests = [
-                group_request.requests(num_samples, params, purpose, step) for group_request in group_requests
-            ]
-            of_round = f"{name}, round {len(rounds)}" if rounds else name
-            found, reports = self._round(group_requests, requests, of_round, training, idle_work)
-            groups += found
-            rounds.append(reports)
-            group_requests = [] if sampling is None else sampling.next_requests(groups, len(rounds))
-        result = self._end(groups, rounds, params.temperature, training, sampling)
+        asked = [GroupRequest(problem) for problem in problems]
+        while asked:
+            requests = [group.requests(num_samples, params, purpose, step) for group in asked]
+            name = f"{purpose} {step}, round {len(rounds)}" if rounds else f"{purpose} {step}"
+            rounds.append(self._round(asked, requests, name, idle_work))
+            groups += rounds[-1].groups
+            asked = [] if dynamic_sampling is None else dynamic_sampling.next_requests(groups, len(rounds))
+        kept = groups if dynamic_sampling is None else dynamic_sampling.select(groups)
+        result = self._end(rounds, groups, kept, params.temperature, idle_work)
         idle_work.ahead.end()
         return result
 
@@ -102,47 +106,44 @@ class RolloutPhase:
         problems: Sequence[Problem],
         requests: Sequence[Sequence[Request]],
         name: str,
-        training: DrafterTraining = NO_TRAINING,
         idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """One round of given requests: for each problem at least one, with consecutive sample indices. name:
         unique among the run's phases."""
-        self._begin(training)
-        group_requests = [
+        self._begin(idle_work)
+        asked = [
             GroupRequest(problem, group[0].sample_index)
             for problem, group in zip(problems, requests, strict=True)
         ]
-        groups, replicas = self._round(group_requests, requests, name, training, idle_work)
-        return self._end(groups, [replicas], requests[0][0].params.temperature, training)
+        only = self._round(asked, requests, name, idle_work)
+        return self._end([only], only.groups, only.groups, requests[0][0].params.temperature, idle_work)
 
-    def _begin(self, training: DrafterTraining) -> None:
-        training.begin()
+    def _begin(self, idle_work: IdleWork) -> None:
+        idle_work.training.begin()
         self.engine.stats = EngineStats()
-        self._recalled_tokens = 0
-        self._slowdown = SlowdownSums.zero()
 
     def _end(
         self,
+        rounds: Sequence[Round],
         groups: list[Group],
-        rounds: list[list[ReplicaReport]],
+        kept: list[Group],
         temperature: float,
-        training: DrafterTraining,
-        sampling: DynamicSampling | None = None,
+        idle_work: IdleWork,
     ) -> PhaseResult:
         self.engine.release()  # the policy update wants the memory
         rollouts, rewards = in_order(*flatten(groups))
-        replicas = join_rounds(rounds)
-        replica = replicas[self.world.rank]
+        replicas = join_rounds([one.replicas for one in rounds])
+        replica, training = replicas[self.world.rank], idle_work.training
         result = PhaseResult(
             rollouts,
             rewards,
             replicas,
             check=training.publish_and_measure(rollouts, replica.drafter.num_tokens, temperature),
             groups=groups,
-            kept=groups if sampling is None else sampling.select(groups),
+            kept=kept,
             num_rounds=len(rounds),
-            recalled_tokens=self._recalled_tokens,
-            slowdown=self._slowdown,
+            recalled_tokens=sum(one.recalled_tokens for one in rounds),
+            slowdown=add_up(one.slowdown for one in rounds),
         )
         training.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
@@ -150,50 +151,64 @@ class RolloutPhase:
             self.timeline.record(SpanName.PREEMPT, last_token, last_token + seconds)
         return result
 
+    # ── a round ─────────────────────────────────────────────────────────────────────────────────────────────
+
     def _round(
         self,
-        group_requests: Sequence[GroupRequest],
+        asked: Sequence[GroupRequest],
         requests: Sequence[Sequence[Request]],
         name: str,
-        training: DrafterTraining,
         idle_work: IdleWork,
-    ) -> tuple[list[Group], list[ReplicaReport]]:
-        """`requests[i]` answer `group_requests[i]`. Returns (groups, reports by replica), the same on all
-        ranks."""
+    ) -> Round:
+        """requests: by group asked for."""
         recalled = self.sinks.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
-        self._recalled_tokens += recalled.num_tokens
         self.queue.begin(name, len(recalled.requests))
         idle_work.ahead.begin(AheadQueue(self.queue.store))
         start = self.timeline.clock()
+        problems = [group.problem for group in asked]
         work = ReplicaWork(self.queue, recalled.requests)
-        ended = FinishedResponses(
-            (group_request.problem for group_request in group_requests), requests, self.sinks, training
-        )
+        ended = FinishedResponses(problems, requests, self.sinks, idle_work.training)
         ended.recall(recalled, self.world.rank, self.world.world_size)
-        problems = [group_request.problem for group_request in group_requests]
         self.sinks.between_turns.begin(problems, recalled.requests, self.sinks.journal)
-        idle_time = self.build_idle_time(idle_work, training)
+        idle_time = self.build_idle_time(idle_work)
         parts = self.engine, self.engine.stats, work, ended, idle_time
         self.queue.heartbeats.tells = lambda: progress_of(*parts).encode()  # for the leader's screen
         with watching(self.queue.heartbeats, sum(map(len, requests)), self.show):
             last_token, steps = self.generate(work, ended, idle_time)
         if any_rank(self.world, self.should_stop()):
-            self.sinks.journal.note_running(self.engine.running, at_once=True)
-            self.engine.abort()
-            self.queue.abandon()
-            self.sinks.scorers.abandon()
-            self.sinks.between_turns.abandon()
-            training.abandon()
+            self._break_off(idle_work)
             first = requests[0][0]
             is_step = first.purpose == "rollout"
             raise StopRequested(f"in step {first.policy_step + 1}" if is_step else "in an evaluation")
+        self._finish_scores(ended)
+        report = self._report(start, last_token, work, idle_time)
+        with self.timeline.span(SpanName.WAIT):
+            own = ended.rollouts, ended.rewards, report, idle_work.ahead.take_found()
+            rollouts, rewards, replicas, found = zip(*gather_objects(self.world, own), strict=True)
+        idle_work.ahead.keep(found)
+        groups = gathered_groups(asked, requests, rollouts, rewards, name)
+        return Round(groups, [*replicas], recalled.num_tokens, self._measure_slowdown(steps, replicas))
+
+    def _break_off(self, idle_work: IdleWork) -> None:
+        self.sinks.journal.note_running(self.engine.running, at_once=True)
+        self.engine.abort()
+        self.queue.abandon()
+        self.sinks.scorers.abandon()
+        self.sinks.between_turns.abandon()
+        idle_work.training.abandon()
+
+    def _finish_scores(self, ended: FinishedResponses) -> None:
         if self.sinks.scorers.by_group:
             with self.timeline.span(SpanName.WAIT):
                 divided = gather_objects(self.world, ended.divided)
             ended.settle(divided, self.world.rank)
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the others time out
-        replica = ReplicaReport(
+
+    def _report(
+        self, start: float, last_token: float, work: ReplicaWork, idle_time: IdleTime
+    ) -> ReplicaReport:
+        return ReplicaReport(
             start,
             last_token,
             self.timeline.clock(),
@@ -206,30 +221,18 @@ class RolloutPhase:
             idle=tuple(idle_time.stretches),
             machine=self.timeline.epoch.machine,
         ).shifted(self.timeline.epoch.to_rank_0)
-        with self.timeline.span(SpanName.WAIT):
-            own = ended.rollouts, ended.rewards, replica, idle_work.ahead.take_found()
-            rollouts, rewards, reports, found = zip(*gather_objects(self.world, own), strict=True)
-        idle_work.ahead.keep(found)
-        ids = [[id_of(request) for request in group] for group in requests]
-        brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
-        check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], name)
-        rollout_of = {id_of(rollout): rollout for rollout in chain(*rollouts)}
-        reward_of = {i: reward for scored in rewards for i, reward in scored.items()}
-        groups = [
-            Group(group_request, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
-            for group_request, group in zip(group_requests, ids, strict=True)
-        ]
-        self._measure_slowdown(steps, reports)
-        return groups, [*reports]
 
-    def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
+    def _measure_slowdown(
+        self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]
+    ) -> SlowdownSums:
+        if all(stretch.use is IdleUse.REST for replica in replicas for stretch in replica.idle):
+            return SlowdownSums.zero()
         epoch, rank = self.timeline.epoch, self.world.rank
-        if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
-            beside = [
-                r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine
-            ]
-            own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
-            self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
+        beside = [
+            r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine
+        ]
+        own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
+        return add_up(gather_objects(self.world, own))
 
     def generate(
         self, work: ReplicaWork, ended: FinishedResponses, idle_time: IdleTime
@@ -280,8 +283,8 @@ class RolloutPhase:
             ended.add(one)
             work.finish(id_of(one.rollout))
 
-    def build_idle_time(self, idle_work: IdleWork, training: DrafterTraining) -> IdleTime:
-        return IdleTime(idle_work, training, self._has_better_to_do, self.queue.rest, self.timeline)
+    def build_idle_time(self, idle_work: IdleWork) -> IdleTime:
+        return IdleTime(idle_work, self._has_better_to_do, self.queue.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
         return max(self.engine.room // num_samples, int(self.engine.is_idle))

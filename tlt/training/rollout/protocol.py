@@ -206,6 +206,8 @@ class DrafterTraining:
     def save(self, folder: Path, about: Mapping[str, Any]) -> None: ...
 
 
+NO_TRAINING = DrafterTraining()
+
 Found = tuple[tuple[int, ...], bool]
 """A response generated ahead: (its tokens, whether it is finished)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tlt.base.records import (
     NAN,
@@ -18,9 +19,9 @@ from tlt.base.records import (
     RolloutRecord,
     TurnsRecord,
 )
-from tlt.base.types import ResponseId, Reward, Rollout
+from tlt.base.types import Request, ResponseId, Reward, Rollout, id_of
 from tlt.engine.stats import EngineStats
-from tlt.training.rollout.dynamic import Group, flatten
+from tlt.training.rollout.dynamic import Group, GroupRequest, flatten
 from tlt.training.rollout.idle_choice import Worth
 from tlt.training.rollout.slowdown import SlowdownSums
 
@@ -240,6 +241,25 @@ def join_rounds(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport
         last_token = max(replica.last_token for replica in replicas)
         replicas = [replica.then(report, last_token) for replica, report in zip(replicas, later, strict=True)]
     return replicas
+
+
+def gathered_groups(
+    asked: Sequence[GroupRequest],
+    requests: Sequence[Sequence[Request]],
+    rollouts: Sequence[Sequence[Rollout]],
+    rewards: Sequence[Mapping[ResponseId, Reward]],
+    where: str,
+) -> list[Group]:
+    """requests: by group asked for. rollouts, rewards: by rank. Raises IncompleteBatch."""
+    ids = [[id_of(request) for request in group] for group in requests]
+    brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
+    check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], where)
+    rollout_of = {id_of(rollout): rollout for rollout in chain(*rollouts)}
+    reward_of = {i: reward for scored in rewards for i, reward in scored.items()}
+    return [
+        Group(one, tuple(rollout_of[i] for i in group), tuple(reward_of[i] for i in group))
+        for one, group in zip(asked, ids, strict=True)
+    ]
 
 
 class IncompleteBatch(RuntimeError): ...

@@ -30,7 +30,8 @@ from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks, RankState
-from tlt.training.rollout.phase import NO_WORK, RolloutPhase
+from tlt.training.rollout.idle_time import IdleWork
+from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
@@ -165,7 +166,7 @@ def generate(
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.queue.begin("rollout", len(problems))
     ended = FinishedResponses(problems, requests, phase.sinks, training)
-    idle_time = phase.build_idle_time(NO_WORK, training)
+    idle_time = phase.build_idle_time(IdleWork(training=training))
     last_token, _ = phase.generate(ReplicaWork(phase.queue, requests), ended, idle_time)
     return ended.rollouts, last_token, idle_time.drafter_report
 

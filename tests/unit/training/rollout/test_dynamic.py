@@ -18,8 +18,9 @@ from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
+from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import StopRequested
-from tlt.training.rollout.protocol import DrafterTraining
+from tlt.training.rollout.protocol import NO_TRAINING, DrafterTraining
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, join_rounds
 from tlt.training.rollout.work_queue import local_work_queue
 
@@ -129,11 +130,11 @@ class Watcher(DrafterTraining):
         self.events.append("abandon")
 
 
-def sample(engine: RolloutEngine, step: int = 4, training: DrafterTraining | None = None) -> PhaseResult:
+def sample(engine: RolloutEngine, step: int = 4, training: DrafterTraining = NO_TRAINING) -> PhaseResult:
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     begin, spare = problems_of_step(PROBLEMS, step, 4, 0), spare_problems(PROBLEMS, step, 4, 0)
     return make_phase(engine, local_work_queue(), PARITY).run(
-        begin, 2, params, "rollout", step, training or DrafterTraining(), rule(4, spare)
+        begin, 2, params, "rollout", step, IdleWork(training=training), rule(4, spare)
     )
 
 
@@ -180,7 +181,7 @@ def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
     phase.should_stop = lambda: len(begun) == 2
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     with pytest.raises(StopRequested, match="in step 5"):
-        phase.run(PROBLEMS[:4], 2, params, "rollout", 4, watcher, rule(4, PROBLEMS[4:]))
+        phase.run(PROBLEMS[:4], 2, params, "rollout", 4, IdleWork(training=watcher), rule(4, PROBLEMS[4:]))
     assert begun == ["rollout 4", "rollout 4, round 1"]
     assert watcher.events == ["begin", "abandon"]
     assert engine.is_idle

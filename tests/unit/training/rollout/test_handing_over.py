@@ -28,7 +28,7 @@ from tlt.base.types import Finished, Request, Rollout
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.training.rollout.phase import NO_WORK
-from tlt.training.rollout.protocol import DrafterTraining
+from tlt.training.rollout.protocol import NO_TRAINING
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork, worth_migrating
 
 
@@ -73,8 +73,8 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(
             return taken
 
         works[index].take = take_back_only_when_idle
-        ended = FinishedResponses(problems, requests, phase.sinks, DrafterTraining())
-        idle_time = phase.build_idle_time(NO_WORK, DrafterTraining())
+        ended = FinishedResponses(problems, requests, phase.sinks, NO_TRAINING)
+        idle_time = phase.build_idle_time(NO_WORK)
         return lambda: (ended.rollouts, phase.generate(works[index], ended, idle_time))
 
     with running(replica(0), replica(1)) as results:

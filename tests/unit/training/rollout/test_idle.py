@@ -66,10 +66,8 @@ class Working(Ahead, DrafterTraining):
 def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleTime, list[Span]]:
     clock = Clock()
     timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
-    work = IdleWork(Working(clock, ahead), plan)
-    idle_time = IdleTime(
-        work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline
-    )
+    work = IdleWork(Working(clock, ahead), Working(clock, train), plan)
+    idle_time = IdleTime(work, lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline)
     while clock.now < end:
         idle_time.spend()
     idle_time.leave()

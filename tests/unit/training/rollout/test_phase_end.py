@@ -22,6 +22,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.backend import Unfinished
+from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import Journal
 
@@ -43,7 +44,7 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> 
             PARAMS,
             "rollout",
             0,
-            make_training(spot, learned, engine.model),
+            IdleWork(training=make_training(spot, learned, engine.model)),
         )
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]

@@ -27,6 +27,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
+from tlt.training.rollout.idle_time import IdleWork
 
 
 def predicts_like(learned: LearnedDrafter, model: DraftModel) -> bool:
@@ -94,7 +95,8 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
 
     drafter = make_training(spot, learned, engine.model, average_weighted, others=(10, 7))
     learned.load(make_model(4).state_dict(), 9)
-    result = make_phase(engine, queue).run(make_problems(2), 2, PARAMS, "rollout", 0, drafter)
+    idle_work = IdleWork(training=drafter)
+    result = make_phase(engine, queue).run(make_problems(2), 2, PARAMS, "rollout", 0, idle_work)
     assert result.check is not None
     assert (learned.version, result.check.version) == (11, 11)
     assert predicts_like(learned, average)

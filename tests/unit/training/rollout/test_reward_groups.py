@@ -99,7 +99,7 @@ def run_phase(
     with RewardPool(RewardSpec("data", ("group_rewards:standing",)), num_workers, 60) as scorers:
         sinks, queue = Sinks(scorers, str, journal), WorkQueue(HashStore(), 0, 1, 60.0)
         phase = RolloutPhase(ALONE, engine, queue, sinks, Timeline(0), lambda: False)
-        return phase.run(problems, NUM_SAMPLES, PARAMS, purpose, 0, sampling=sampling)
+        return phase.run(problems, NUM_SAMPLES, PARAMS, purpose, 0, dynamic_sampling=sampling)
 
 
 @pytest.mark.parametrize(("num_workers", "purpose"), [(0, "rollout"), (2, "rollout"), (0, "evaluation")])

@@ -13,7 +13,6 @@ import pytest
 from tests.unit.training.rollout.phase_parts import OneTokenEngine, make_phase, make_queues
 from tlt.base.records import DrafterReport, IdleStretch, IdleUse, TimedStep
 from tlt.engine.stats import EngineStats
-from tlt.training.rollout.protocol import DrafterTraining
 from tlt.training.rollout.result import ReplicaReport
 from tlt.training.rollout.slowdown import Slowdown, add_up, sums_of
 
@@ -82,10 +81,8 @@ def test_a_replica_is_slowed_by_the_other_ranks_of_its_machine() -> None:
         for idle, machine in zip((own, beside, elsewhere), machines, strict=True)
     ]
     steps = [*steps_beside(beside, COSTS)]
-    phase._begin(DrafterTraining())
-    phase._measure_slowdown(steps, reports)
     found, expected = Slowdown(), Slowdown()
-    found.observe(phase._slowdown)
+    found.observe(phase._measure_slowdown(steps, reports))
     expected.observe(sums_of(steps, [beside]))
     assert found.counters() == expected.counters()
     assert found.costs()[IdleUse.TRAIN].mean > 0.2

@@ -367,7 +367,7 @@ def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult,
     phase = RolloutPhase(WORLD, engine, queue, sinks, Timeline(0), lambda: False)
     problems = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(4)]
     sampling = DynamicSampling(4, 2, [Problem(f"s{i}", (3, 5, 5 + i)) for i in range(4)], 1)
-    return phase.run(problems, 2, PARAMS, "rollout", 0, sampling=sampling), engine, scorers
+    return phase.run(problems, 2, PARAMS, "rollout", 0, dynamic_sampling=sampling), engine, scorers
 
 
 def tokens_of(rollout: Rollout) -> tuple[str, int, tuple[int, ...]]:
