@@ -277,7 +277,7 @@ def test_a_server_that_could_not_keep_the_law_does_not_start(
 def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tlt.engine.vllm.inside.served import check_server
+    from tlt.engine.vllm.inside.admission import check_server
 
     config = configured()
     config.scheduler_config.async_scheduling = (

@@ -12,7 +12,9 @@ from tlt.drafter.model import PackedDrafter
 from tlt.drafter.training.trainer import DrafterTrainer
 
 
-class Served(Protocol):
+class EngineDrafter(Protocol):
+    """The drafter that the engine drafts with."""
+
     @property
     def vocabulary_choice(self) -> VocabularyChoice | None:
         """None: the draft vocabulary is fixed."""
@@ -32,7 +34,10 @@ class Publisher:
     """
 
     def __init__(
-        self, trainer: DrafterTrainer, served: Served, average: Callable[[Sequence[Tensor], float], float]
+        self,
+        trainer: DrafterTrainer,
+        served: EngineDrafter,
+        average: Callable[[Sequence[Tensor], float], float],
     ) -> None:
         self.trainer, self.served, self.average = trainer, served, average
         self.keep()

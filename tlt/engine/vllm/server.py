@@ -19,8 +19,8 @@ from tlt.base.io.extras import how_to_install, version_of
 from tlt.base.speculation import Adaptive, Off, Speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
+from tlt.engine.vllm.inside.admission import CONFIG_KEY, TUNED
 from tlt.engine.vllm.inside.release import is_supported, supported
-from tlt.engine.vllm.inside.served import CONFIG_KEY, TUNED
 from tlt.engine.vllm.settings import CPU_KV_GIB, speculative_config
 from tlt.engine.vllm.strategies import draft_depths
 

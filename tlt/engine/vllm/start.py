@@ -15,9 +15,9 @@ from vllm.sampling_params import RequestOutputKind
 from tlt.base.io.text import one_line
 from tlt.base.types import UserError
 from tlt.engine.memory import GPU_SHARE
+from tlt.engine.vllm.inside.admission import CONFIG_KEY
 from tlt.engine.vllm.inside.plugin import register
 from tlt.engine.vllm.inside.scheduler import LengthScheduler
-from tlt.engine.vllm.inside.served import CONFIG_KEY
 from tlt.engine.vllm.settings import CPU_KV_GIB, VllmSettings, speculative_config
 
 MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]

@@ -29,7 +29,7 @@ from tlt.base.spans import SpanName
 from tlt.base.types import Finished, Rollout
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.measure import TOLERANCE, DrafterCopies, Measurement, Tally, check_arrival, to_check
-from tlt.drafter.training.publisher import Publisher, Served
+from tlt.drafter.training.publisher import EngineDrafter, Publisher
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.protocol import DrafterTraining
@@ -67,7 +67,7 @@ class LearnedDrafterTraining(DrafterTraining):
     def __init__(
         self,
         copies: DrafterCopies,
-        served: Served,
+        served: EngineDrafter,
         spot: SpotTrainer | None,
         ranks: Ranks,
         timeline: Timeline,

@@ -15,8 +15,8 @@ from tests.refused import refused
 from tlt.apps.cli import main as cli
 from tlt.base.speculation import Adaptive, parse_speculation
 from tlt.engine.vllm import server
+from tlt.engine.vllm.inside.admission import TUNED
 from tlt.engine.vllm.inside.release import is_supported, supported
-from tlt.engine.vllm.inside.served import TUNED
 from tlt.engine.vllm.server import Installed, Served, command, find_vllm
 
 COUNTDOWN = Path(__file__).parents[4] / "recipes/countdown"

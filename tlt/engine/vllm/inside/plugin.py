@@ -16,10 +16,10 @@ from typing import Any
 
 from tlt.base.types import UserError
 from tlt.engine.vllm.inside import block_v1, drafter_v1, runner_v1
+from tlt.engine.vllm.inside.admission import admit, check_server, law_config
 from tlt.engine.vllm.inside.block_weights import mend_key_norms
 from tlt.engine.vllm.inside.capture import FeatureCapture
 from tlt.engine.vllm.inside.law import DEFAULT_TAU, LawTable
-from tlt.engine.vllm.inside.served import admit, check_server, law_config
 from tlt.engine.vllm.inside.unread import UnreadPositions
 
 PROCESSOR = "tlt.engine.vllm.inside.runner_v2:LawProcessor"

@@ -26,7 +26,7 @@ from tlt.training.build.problems import load_problems
 from tlt.training.products import next_commands
 from tlt.training.saved.run_folder import FolderLock
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
+RECIPE = Path(__file__).parents[4] / "recipes" / "countdown"
 SIZES = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
 
 

@@ -16,7 +16,7 @@ from tlt.apps.run.own import choose_own
 from tlt.base.config.load import is_own
 from tlt.base.types import UserError
 
-MODEL = Path(__file__).parents[3] / "recipes/math/base"
+MODEL = Path(__file__).parents[4] / "recipes/math/base"
 
 
 @pytest.fixture

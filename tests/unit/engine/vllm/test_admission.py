@@ -11,8 +11,8 @@ import pytest
 from tests.refused import refused
 from tests.unit.engine.vllm.test_law import Asked
 from tlt.base.types import UserError
+from tlt.engine.vllm.inside.admission import admit, law_config
 from tlt.engine.vllm.inside.law import RowLaw
-from tlt.engine.vllm.inside.served import admit, law_config
 
 
 @pytest.mark.parametrize(
