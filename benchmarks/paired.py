@@ -35,7 +35,7 @@ from benchmarks.golden import Tree, write_sums
 from benchmarks.report import environment, markdown, table, write_report
 from benchmarks.turns import rounds_in_turns
 from tlt.training.report.ratio import Ratio
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")
 ENGINE = Path(__file__).with_name("paired_engine.py")

@@ -22,7 +22,7 @@ from tlt.apps.page.gather import RunRecords, read_run
 from tlt.apps.page.time_use import Piece, read_step
 from tlt.base.spans import Span
 from tlt.base.types import UserError
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 
 RUNS = ("off", "tlt")
 IDLE = {"drafter training": "trains", "waiting": "waits"}

@@ -18,7 +18,7 @@ from tlt.base.io.files import read_appended
 from tlt.base.spans import Span, SpanName
 from tlt.base.types import UserError
 from tlt.training.report.ratio import Ratio
-from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.step_record import StepRecord, read_metrics
 from tlt.training.report.timeline import SpanRow, timeline_paths
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})

@@ -23,7 +23,7 @@ from tlt.base.config.schema import Config
 
 ROOT = Path(tlt.__file__).parent.parent
 _RECORDS = {
-    "": ("tlt/training/report/record.py", "StepRecord"),
+    "": ("tlt/training/report/step_record.py", "StepRecord"),
     "rollout": ("tlt/base/records.py", "RolloutRecord"),
     "rollout.response_tokens": ("tlt/base/records.py", "LengthStats"),
     "rollout.turns": ("tlt/base/records.py", "TurnsRecord"),

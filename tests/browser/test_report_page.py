@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.apps.page.synthetic import DRAFTS, make_coloured, make_conversation, make_hostile, make_run
 from tlt.apps.page.render import make_page
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("TLT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 FIXED = (
     "rewards/mean",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.faults.compare import difference, different_weights, fixed_metrics
 from tests.integration.conftest import Tlt
 from tests.integration.programs import Programs
-from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.step_record import StepRecord, read_metrics
 
 PATIENCE = 1200.0
 """Seconds that a run may take: on an idle machine it takes 10, beside others many times as much."""

@@ -26,7 +26,7 @@ from typing import Any
 from tests.side_by_side import compare
 from tlt.base.types import Finished, Request, ResponseId, Reward, Rollout, SamplingParams, id_of
 from tlt.models.hf.weights import content_hash
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 from tlt.training.rollout.dynamic import Group
 from tlt.training.rollout.result import PhaseResult
 

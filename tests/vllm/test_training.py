@@ -16,7 +16,7 @@ import pytest
 
 from tests.vllm.arms import RECIPE, SMALL, compare_arms, run_arm
 from tests.vllm.parts import in_vllm
-from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.step_record import StepRecord, read_metrics
 
 pytestmark = [*in_vllm, pytest.mark.timeout(3600)]
 

@@ -15,7 +15,7 @@ from tests.unit.models.hf.checkpoint_parts import hash_of
 from tests.unit.training.environments import parts
 from tests.unit.training.environments.test_turns import configure, responses, tokens_of
 from tests.vllm.parts import in_vllm, make_drafter
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 pytestmark = [*in_vllm, pytest.mark.timeout(1200)]
 PROGRAM = """

@@ -14,8 +14,8 @@ from tlt.models.hf.weights import StoredTensors, content_hash
 from tlt.training.build.problems import data_source
 from tlt.training.report.log import LOG
 from tlt.training.report.outcome import Outcome, evaluation_rows, summary_rows
-from tlt.training.report.record import StepRecord, read_metrics
 from tlt.training.report.speedup import speedup_of
+from tlt.training.report.step_record import StepRecord, read_metrics
 from tlt.training.report.timeline import merge_timelines
 from tlt.training.report.words import near
 from tlt.training.run import Run

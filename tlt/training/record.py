@@ -9,7 +9,7 @@ from tlt.base.records import SpeedupPair, UpdateMetrics
 from tlt.base.spans import SpanName
 from tlt.tasks.rewards.pool import summarize
 from tlt.training.ranks.world import gather_objects
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 from tlt.training.rollout.result import PhaseResult
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.faults.compare import difference
 from tests.faults.kills import generate_ahead, make_workspace, recoveries, run_with
 from tests.faults.victim import ANYWHERE, LAUNCHER, Kill
 from tests.integration.test_kills import assert_killed_run_equals_whole_one
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

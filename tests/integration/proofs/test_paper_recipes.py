@@ -11,7 +11,7 @@ import pytest
 
 from tests.golds import STORIES
 from tlt.base.io.recipes import find_recipe
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 FUNCTIONS = """
 async def length_penalty(prompts, completions, completion_ids, log_metric, **kwargs):

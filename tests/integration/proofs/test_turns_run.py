@@ -19,7 +19,7 @@ from tests.unit.training.environments import parts
 from tests.unit.training.environments.test_turns import configure, tokens_of
 from tlt.apps.api import train
 from tlt.engine.memory import CacheMemory
-from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.step_record import StepRecord, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 5

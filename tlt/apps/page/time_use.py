@@ -21,7 +21,7 @@ import numpy as np
 
 from tlt.apps.page.gather import RunRecords, Values
 from tlt.base.spans import Span, SpanName
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 from tlt.training.report.timeline import SpanRow, timeline_paths
 
 MAX_RANKS = 16

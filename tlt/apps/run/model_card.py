@@ -20,7 +20,7 @@ from tlt.drafter.formats.folder import ARCHITECTURE
 from tlt.drafter.formats.layouts import NUM_DRAFT_TOKENS
 from tlt.drafter.shape import Method
 from tlt.training.report.outcome import Gain, written_p_value
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 from tlt.training.saved.evaluations import Evaluations, is_judged_by_reward
 
 _VLLM_FORMAT: Mapping[Method, str] = {

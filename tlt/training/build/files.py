@@ -9,7 +9,7 @@ from functools import partial
 from tlt.base.config.schema import Config
 from tlt.training.build.data import RunData
 from tlt.training.ranks.world import World, broadcast_json
-from tlt.training.report.record import MetricsWriter
+from tlt.training.report.step_record import MetricsWriter
 from tlt.training.report.timeline import Timeline
 from tlt.training.saved.checkpoint import CheckpointWriter
 from tlt.training.saved.evaluations import Evaluations, is_judged_by_reward

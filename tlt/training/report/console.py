@@ -28,7 +28,7 @@ from tlt.base.records import IdleUse
 from tlt.training.report.live_lines import LiveLines
 from tlt.training.report.log import append_to
 from tlt.training.report.progress import PhaseProgress
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 from tlt.training.report.words import cut, duration, when
 
 WIDTH = 100

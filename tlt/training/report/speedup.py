@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from tlt.training.report.ratio import Ratio
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 
 
 def speedup_of(steps: Sequence[StepRecord]) -> Ratio | None:

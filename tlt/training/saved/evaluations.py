@@ -20,7 +20,7 @@ from tlt.base.types import Reward
 from tlt.tasks.rewards.pool import summarize
 from tlt.tasks.rewards.scoring import OWN_SCORE
 from tlt.training.report.outcome import Gain
-from tlt.training.report.record import paired_sign_flip_test
+from tlt.training.report.paired_test import paired_sign_flip_test
 from tlt.training.report.words import when
 from tlt.training.rollout.result import PhaseResult
 

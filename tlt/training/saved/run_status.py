@@ -13,7 +13,7 @@ from typing import Literal
 from tlt.base.io.files import parse_json, read_file
 from tlt.base.io.text import quoted
 from tlt.base.types import UserError
-from tlt.training.report.record import StepRecord, read_metrics
+from tlt.training.report.step_record import StepRecord, read_metrics
 from tlt.training.saved.evaluations import Evaluation, read_evaluations
 
 State = Literal["running", "finished", "stopped"]

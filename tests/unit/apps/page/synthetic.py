@@ -18,7 +18,7 @@ from tlt.base.records import (
     UpdateMetrics,
 )
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 from tlt.training.saved.evaluations import Evaluation
 
 BEGAN = 1_700_000_000.0

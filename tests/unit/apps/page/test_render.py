@@ -17,7 +17,7 @@ from tlt.apps.page.shapes import mean_interval
 from tlt.apps.page.tokens import MAX_CHARACTERS
 from tlt.base.io.files import write_jsonl
 from tlt.base.types import UserError
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 
 class Page(HTMLParser):

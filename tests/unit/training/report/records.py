@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from tlt.base.records import LengthStats, TurnsRecord
-from tlt.training.report.record import StepRecord
+from tlt.training.report.step_record import StepRecord
 
 PARTS = {name: kind for name, kind in get_type_hints(StepRecord).items() if dataclasses.is_dataclass(kind)}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.training.report.record import read_metrics
+from tlt.training.report.step_record import read_metrics
 
 PUBLISHED = sorted((Path(__file__).parents[4] / "benchmarks/results").glob("*/metrics.jsonl"))
 
