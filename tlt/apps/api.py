@@ -30,10 +30,10 @@ from tlt.base.config.mistakes import find_nearest, validate
 from tlt.base.config.schema import Config
 from tlt.base.io.files import Record
 from tlt.base.io.hub import Repository, resolve_model
-from tlt.base.kinds import BatchSize, Samples, shorten
 from tlt.base.speculation import parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Response, SamplingParams, UserError, checked, id_of, resolve_dtype
+from tlt.base.value_types import BatchSize, Samples, shorten
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import ModelFolder, load_model_for, resolve_device

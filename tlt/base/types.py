@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tlt.base.kinds import (
+from tlt.base.value_types import (
     MaxTokens,
     MinP,
     Seed,
@@ -26,7 +26,7 @@ from tlt.base.kinds import (
     TopK,
     TopP,
     convert,
-    kinds_of,
+    types_of,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class SamplingParams:
     stop: StopTexts = ()
 
     def __post_init__(self) -> None:
-        for name, kind in kinds_of(SamplingParams).items():
+        for name, kind in types_of(SamplingParams).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), kind))
 
     @property

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.base.kinds import DraftVocab
 from tlt.base.types import Rollout, UserError
+from tlt.base.value_types import DraftVocab
 from tlt.drafter.shape import DrafterShape, layer_weights
 from tlt.models.decoder import ModelConfig
 

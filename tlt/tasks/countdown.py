@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tlt.base.io.files import Record
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.tasks.exact import MAX_DRAWS, ExactTask, apply, draw_count, read_weights
 from tlt.tasks.splits import Split, split_of
 

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Any, ClassVar, get_args
 
 from tlt.base.io.files import Record
-from tlt.base.kinds import shorten
 from tlt.base.thoughts import after_thinking
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.numbers import gold_text, to_number
 from tlt.tasks.splits import Split, check_split

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.mistakes import validate
-from tlt.base.kinds import BatchSize, Share, plain, shorten
 from tlt.base.speculation import Off, parse_speculation
 from tlt.base.types import (
     Problem,
@@ -37,6 +36,7 @@ from tlt.base.types import (
     id_of,
     resolve_dtype,
 )
+from tlt.base.value_types import BatchSize, Share, plain, shorten
 from tlt.drafter.formats.folder import load_drafter
 from tlt.engine.build.engine import build_engine
 from tlt.engine.settings import EngineSettings

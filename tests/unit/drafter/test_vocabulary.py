@@ -30,9 +30,9 @@ from tests.unit.drafter.parts import (
     make_rollout,
 )
 from tests.unit.drafter.training_parts import Parts, make_rollouts
-from tlt.base.kinds import DraftVocab
 from tlt.base.strategy import Strategy
 from tlt.base.types import Rollout, SamplingParams
+from tlt.base.value_types import DraftVocab
 from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
 from tlt.drafter.formats.export import export_drafter, lacks_counts, with_vocabulary

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tlt.base.io.files import get_id, read_jsonl
-from tlt.base.kinds import shorten
 from tlt.base.types import Rollout, UserError
+from tlt.base.value_types import shorten
 from tlt.training.saved.response_reader import response_ids
 
 

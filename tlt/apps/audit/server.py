@@ -25,8 +25,8 @@ from typing import Any
 
 from tlt.base.io.files import parse_json
 from tlt.base.io.text import one_line
-from tlt.base.kinds import shorten
 from tlt.base.types import FinishReason, Request, Rollout, UserError
+from tlt.base.value_types import shorten
 
 _IDS = {"return_token_ids": True}
 _LOGPROBS = {"logprobs": 1}

@@ -22,9 +22,9 @@ from tlt.apps.cli.summary import Ended
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.rollout import SpeculationKey
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import BatchSize, MaxTokens, Problems, Samples, Seed, Threads
 from tlt.base.speculation import Off, Speculation
 from tlt.base.types import Request, Rollout, SamplingParams, UserError
+from tlt.base.value_types import BatchSize, MaxTokens, Problems, Samples, Seed, Threads
 
 if TYPE_CHECKING:
     from tlt.engine.backend import RolloutBackend

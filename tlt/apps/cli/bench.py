@@ -14,9 +14,9 @@ from tlt.apps.cli.serve import is_run
 from tlt.apps.cli.summary import Summary
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import PositiveInt, Problems
 from tlt.base.speculation import Adaptive
 from tlt.base.types import UserError
+from tlt.base.value_types import PositiveInt, Problems
 
 if TYPE_CHECKING:
     from tlt.apps.bench.speculation import Subject

@@ -12,8 +12,8 @@ from tlt.apps.cli.options import JsonObject, JsonTexts, Options, Written
 from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.section import Day
 from tlt.base.io.data import DataSource, read_data
-from tlt.base.kinds import PositiveInt
 from tlt.base.types import UserError
+from tlt.base.value_types import PositiveInt
 
 if TYPE_CHECKING:
     from tlt.models.hf.prompts import ChatFormat, EncodedPrompt

@@ -18,7 +18,9 @@ from tlt.base.config.drafter import DraftVocabOption
 from tlt.base.config.mistakes import mistake
 from tlt.base.io.files import Record, check_new_folder
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import (
+from tlt.base.speculation import Adaptive
+from tlt.base.types import Request, Rollout, SamplingParams, UserError
+from tlt.base.value_types import (
     BatchSize,
     BlockLayers,
     BlockLength,
@@ -30,8 +32,6 @@ from tlt.base.kinds import (
     Seed,
     Temperature,
 )
-from tlt.base.speculation import Adaptive
-from tlt.base.types import Request, Rollout, SamplingParams, UserError
 from tlt.training.saved.response_reader import read_responses
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from tlt.apps.cli.summary import Summary, rounded
 from tlt.base.config.drafter import DrafterSection, DraftVocabOption
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import BatchSize, MaxTokens, Temperature
 from tlt.base.strategy import Strategy
+from tlt.base.value_types import BatchSize, MaxTokens, Temperature
 
 
 class DrafterEval(AnswerOptions, DeviceOptions):

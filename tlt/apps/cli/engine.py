@@ -17,9 +17,9 @@ from tlt.base.config.engine import DecoderSection, DeviceSection, EngineSection
 from tlt.base.config.sampling import SamplingSection
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import Repository, resolve_model
-from tlt.base.kinds import MaxTokens, Samples, Seed, Threads
 from tlt.base.speculation import Speculation
 from tlt.base.types import Request, ResponseId, Rollout, SamplingParams, UserError, id_of, resolve_dtype
+from tlt.base.value_types import MaxTokens, Samples, Seed, Threads
 
 if TYPE_CHECKING:
     import torch

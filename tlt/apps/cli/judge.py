@@ -20,8 +20,8 @@ from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.io.secrets import hide
 from tlt.base.io.text import visible
-from tlt.base.kinds import Share
 from tlt.base.types import SamplingParams, resolve_dtype
+from tlt.base.value_types import Share
 
 if TYPE_CHECKING:
     from tlt.apps.audit.referee import Referee

@@ -19,8 +19,8 @@ from tlt.base.config.mistakes import find_nearest, mistake, section_of, suggest_
 from tlt.base.config.schema import Config
 from tlt.base.config.section import Explained, split_words
 from tlt.base.io.files import parse_json
-from tlt.base.kinds import LONGEST_SHOWN, StopIds, remedy, shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import LONGEST_SHOWN, StopIds, remedy, shorten
 
 
 @dataclass(frozen=True)

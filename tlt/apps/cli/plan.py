@@ -10,7 +10,7 @@ from tlt.apps.cli.options import ConfigFile, File, WithOverrides
 from tlt.apps.cli.summary import Summary
 from tlt.base.config.load import load_config
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
-from tlt.base.kinds import Gib, NonNegativeInt, Processes
+from tlt.base.value_types import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
     from tlt.apps.plan.memory import MemoryPlan

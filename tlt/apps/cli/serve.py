@@ -17,9 +17,9 @@ from tlt.apps.cli.options import DrafterName, Folder, Switch, WithRest, Written
 from tlt.base.config.rollout import SpeculationKey
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import resolve_model
-from tlt.base.kinds import PositiveInt
 from tlt.base.speculation import Adaptive, Off
 from tlt.base.types import UserError
+from tlt.base.value_types import PositiveInt
 from tlt.models.hf.files import read_json
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from tlt.base.config.rewards import check_weights
 from tlt.base.config.section import split_words
 from tlt.base.io.data import DataSource, read_data
 from tlt.base.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
-from tlt.base.kinds import AnyFloat, Problems, Seed, shorten
 from tlt.base.types import Reward, Turns, UserError
+from tlt.base.value_types import AnyFloat, Problems, Seed, shorten
 
 if TYPE_CHECKING:
     from tlt.tasks.rewards.scoring import Completion, Scorer

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from tlt.base.kinds import shorten
 from tlt.base.types import ResponseId, Rollout, UserError, id_of
+from tlt.base.value_types import shorten
 from tlt.models.hf.template import Message
 from tlt.models.hf.turns import Call, Turn
 from tlt.tasks.environments.environment import Answer, Ask, dump, load

@@ -16,8 +16,8 @@ from tlt.apps.page.gather import RunRecords
 from tlt.apps.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
 from tlt.apps.page.turns import describe, own_stretches, show_turns
 from tlt.base.io.files import Record
-from tlt.base.kinds import describe_mistakes
 from tlt.base.types import DraftOutcome, Turns, UserError
+from tlt.base.value_types import describe_mistakes
 from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.training.saved.responses import kept_by
 

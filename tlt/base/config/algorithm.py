@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import Section
-from tlt.base.kinds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
+from tlt.base.value_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 
 Name = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo"]
 Advantage = Literal["group-std", "group-mean", "leave-one-out", "batch-whitened"]

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator
 
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import AnyPath, Section
-from tlt.base.kinds import MOST_DRAFTED, DraftVocab, LearningRate
 from tlt.base.types import UserError
+from tlt.base.value_types import MOST_DRAFTED, DraftVocab, LearningRate
 
 
 def _is_vocabulary(value: Any) -> Any:

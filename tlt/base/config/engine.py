@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tlt.base.config.section import Section
-from tlt.base.kinds import BatchSize, Gib
+from tlt.base.value_types import BatchSize, Gib
 
 Implementation = Literal["auto", "own", "transformers"]
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import Section, split_words
-from tlt.base.kinds import PositiveInt, Seconds
+from tlt.base.value_types import PositiveInt, Seconds
 
 Name = Annotated[str, Field(min_length=1)]
 

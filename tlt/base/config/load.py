@@ -30,8 +30,8 @@ from tlt.base.io.hub import Repository
 from tlt.base.io.plugins import file_in
 from tlt.base.io.recipes import find_config
 from tlt.base.io.secrets import holds_credential
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 
 _PATH_KEYS = (
     ("model", "path"),

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.section import Section, split_words
-from tlt.base.kinds import PositiveFloat, Rank
+from tlt.base.value_types import PositiveFloat, Rank
 
 ALL_LINEAR = "all-linear"
 

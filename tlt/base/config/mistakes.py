@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tlt.base.config.elsewhere import find_elsewhere
-from tlt.base.kinds import remedy, shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import remedy, shorten
 
 Keys = tuple[str, ...]
 Model = TypeVar("Model", bound=BaseModel)

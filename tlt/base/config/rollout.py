@@ -8,9 +8,9 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from tlt.base.config.engine import EngineSection
 from tlt.base.config.mistakes import mistake
-from tlt.base.kinds import NonNegativeInt, Problems, Samples
 from tlt.base.speculation import Adaptive, Fixed, Off, Speculation, parse_speculation
 from tlt.base.types import UserError
+from tlt.base.value_types import NonNegativeInt, Problems, Samples
 
 
 def _read_speculation(value: Any) -> Speculation:

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from tlt.base.config.section import Section
-from tlt.base.kinds import MaxTokens, MinP, StopIds, StopTexts, Temperature, TopK, TopP
 from tlt.base.types import SamplingParams
+from tlt.base.value_types import MaxTokens, MinP, StopIds, StopTexts, Temperature, TopK, TopP
 
 
 class LawSection(Section):

@@ -21,7 +21,9 @@ from tlt.base.config.rollout import RolloutSection
 from tlt.base.config.sampling import SamplingSection
 from tlt.base.config.section import AnyPath, Day, Section, split_words
 from tlt.base.config.vllm import VllmSection
-from tlt.base.kinds import (
+from tlt.base.speculation import Fixed
+from tlt.base.types import UserError
+from tlt.base.value_types import (
     Epsilon,
     KeptGib,
     LearningRate,
@@ -38,8 +40,6 @@ from tlt.base.kinds import (
     Threads,
     WeightDecay,
 )
-from tlt.base.speculation import Fixed
-from tlt.base.types import UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tlt.base.config.section import Section
-from tlt.base.kinds import Processes
 from tlt.base.strategy import Strategy
+from tlt.base.value_types import Processes
 
 
 class VllmSection(Section):

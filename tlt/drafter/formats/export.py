@@ -20,8 +20,8 @@ import torch
 
 from tlt import __version__
 from tlt.base.io.files import replace_folder
-from tlt.base.kinds import DraftVocab
 from tlt.base.types import UserError
+from tlt.base.value_types import DraftVocab
 from tlt.drafter.formats.folder import StoredDrafter, write_files
 from tlt.drafter.formats.layouts import DescribedTarget, lay_out, num_to_draft
 from tlt.drafter.forms import new_model

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tlt.base.io.files import replace_folder
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.drafter.formats.block_folder import BLOCK_ARCHITECTURE, block_from_hf, block_to_hf
 from tlt.drafter.formats.foreign import (
     drop_repeated,

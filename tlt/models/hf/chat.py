@@ -10,8 +10,8 @@ from datetime import date
 from typing import Any
 
 from tlt.base.config.mistakes import find_nearest
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.models.hf.template import GIVEN, ChatTemplate, Message, TemplateRefusal
 
 _FIRST_MARK, _NUM_MARKS = 0x10F000, 0xFF0

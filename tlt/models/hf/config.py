@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.models.decoder import Architecture, ModelConfig
 from tlt.models.rope import Linear, Llama3, Scaling, Yarn
 

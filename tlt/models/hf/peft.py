@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tlt.base.config.lora import LoraSection
 from tlt.base.io.files import replace_folder
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.conversion import conversion_of

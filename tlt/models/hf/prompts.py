@@ -10,8 +10,8 @@ from typing import Any
 
 from tlt.base.io.data import PROMPTS
 from tlt.base.io.files import Record, get_id
-from tlt.base.kinds import plain, shorten
 from tlt.base.types import Problem, Request, SamplingParams, UserError
+from tlt.base.value_types import plain, shorten
 from tlt.models.hf.chat import read_tools
 from tlt.models.hf.tokenizer import Tokenizer, check_prompt
 

@@ -13,9 +13,9 @@ from typing import Any
 import tokenizers
 
 from tlt.base.io.text import one_line
-from tlt.base.kinds import shorten
 from tlt.base.thoughts import OPENING_TAGS, TAGS, ends_in_thought
 from tlt.base.types import SamplingParams, UserError
+from tlt.base.value_types import shorten
 from tlt.models.hf.chat import Chat, read_messages
 from tlt.models.hf.files import existing_directory, read_json
 from tlt.models.hf.limited import LimitExceeded, call_limited

@@ -29,8 +29,8 @@ import numpy as np
 from tlt.base.io.plugins import describe, get_object
 from tlt.base.io.secrets import hide
 from tlt.base.io.text import one_line
-from tlt.base.kinds import shorten
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 
 NO_TOOLS = ("reset", "get_reward", "respond")
 COLUMN = "environment"

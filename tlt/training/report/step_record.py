@@ -16,7 +16,6 @@ from typing import IO, Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_atomically
-from tlt.base.kinds import describe_mistakes
 from tlt.base.records import (
     NAN,
     DrafterCheck,
@@ -27,6 +26,7 @@ from tlt.base.records import (
     UpdateMetrics,
 )
 from tlt.base.types import UserError
+from tlt.base.value_types import describe_mistakes
 
 
 @dataclass(frozen=True)

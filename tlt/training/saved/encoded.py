@@ -19,7 +19,7 @@ from typing import Any
 
 from tlt.base.io.data import PROMPTS, Records
 from tlt.base.io.files import write_atomically
-from tlt.base.kinds import plain
+from tlt.base.value_types import plain
 from tlt.models.hf.prompts import ChatFormat
 
 NAMES = {"train": "prompts.train.jsonl", "test": "prompts.test.jsonl"}

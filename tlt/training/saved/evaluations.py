@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.base.io.files import dumps, parse_json, read_appended, refuse_endless, write_jsonl
-from tlt.base.kinds import describe_mistakes
 from tlt.base.types import Reward
+from tlt.base.value_types import describe_mistakes
 from tlt.tasks.rewards.pool import summarize
 from tlt.tasks.rewards.scoring import OWN_SCORE
 from tlt.training.report.outcome import Gain

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tlt.base.config.schema import Config
 from tlt.base.io.plugins import file_in, source_of, split_name
-from tlt.base.kinds import shorten
 from tlt.base.types import Problem, SamplingParams, UserError
+from tlt.base.value_types import shorten
 
 if TYPE_CHECKING:
     from tlt.models.hf.tokenizer import Tokenizer  # which takes a second

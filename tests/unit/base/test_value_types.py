@@ -1,4 +1,4 @@
-"""Kinds of values: every number has bounds, and one declaration speaks for file, command and Python call."""
+"""Value types: every number has bounds, and one declaration speaks for file, command and Python call."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def convert(value: object, kind: Any) -> Any:
 
 
 @cache
-def kinds_of(record: type) -> Mapping[str, Any]:
+def types_of(record: type) -> Mapping[str, Any]:
     return get_type_hints(record, include_extras=True)
 
 
