@@ -24,6 +24,13 @@ def check_equal_rows(
         raise UserError(f"{place}: {reason}")
 
 
+def multiplied_by(dtype: torch.dtype) -> str:
+    """What a CPU multiplies by: sums of one differ from another's in their last bits."""
+    if dtype != torch.bfloat16 or (loops := available.load()) is None:
+        return str(dtype).removeprefix("torch.")
+    return f"bfloat16 by {loops.blocks.bfloat16_by()}"
+
+
 def _on_cpu(config: ModelConfig, dtype: torch.dtype, name: str) -> str | None:
     if (loops := available.load()) is None:
         return (

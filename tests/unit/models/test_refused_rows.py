@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG
 from tests.refused import refused
@@ -16,6 +17,9 @@ from tlt.apps.run import start
 from tlt.base.config.load import load_config
 from tlt.models.any_config import AnyConfig
 from tlt.models.equal_rows import check_equal_rows
+from tlt.models.loops import blocks
+from tlt.training.build import models
+from tlt.training.ranks.world import World
 
 
 @pytest.mark.parametrize(
@@ -67,3 +71,13 @@ def test_a_run_is_refused_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(start, "device_of", lambda _: SimpleNamespace(name="cuda"))
     with refused("^run.equal_rows: not in float64 on a GPU"):
         start.preflight(config)
+
+
+def test_ranks_that_multiply_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
+    monkeypatch.setattr(blocks, "bfloat16_by", lambda: "AVX512_BF16")
+    models.check_same_products(alone, torch.bfloat16)
+    monkeypatch.setattr(models, "broadcast_json", lambda world, here: here.replace("AVX512_BF16", "AMX"))
+    models.check_same_products(alone, torch.float32)
+    with refused("^run.equal_rows: bfloat16 by AVX512_BF16, but bfloat16 by AMX on rank 0; give processors"):
+        models.check_same_products(alone, torch.bfloat16)

@@ -34,7 +34,7 @@ from tlt.engine.memory import machine_bytes
 from tlt.engine.vllm.preflight import check_vllm
 from tlt.engine.vllm.strategies import check_form, vllm_kinds
 from tlt.models.decoder import ModelConfig
-from tlt.models.equal_rows import check_equal_rows
+from tlt.models.equal_rows import check_equal_rows, multiplied_by
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import check_max_tokens, describe_template
 from tlt.models.hf.tokenizer import load_tokenizer, writes_date
@@ -316,11 +316,9 @@ def describe_rows(config: Config) -> str:
     if config.rollout.engine == "vllm":
         return "equal in any batch, by vLLM's batch-invariant mode; the update computes its own"
     drafted = "equal: a token has the same numbers in any batch, drafted or not"
-    return (
-        f"{drafted}; the update computes its own"
-        if device_of(config).name == "cuda"
-        else f"{drafted}, and in the update"
-    )
+    if device_of(config).name == "cuda":
+        return f"{drafted}; the update computes its own"
+    return f"{drafted}, and in the update; {multiplied_by(engine_dtype(config))}"
 
 
 def describe_update(config: Config) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 class Loops(NamedTuple):
     attention: ModuleType
+    blocks: ModuleType
     products: ModuleType
     layers: ModuleType
     experts: ModuleType
@@ -29,8 +30,8 @@ def load() -> Loops | None:
     if find_spec("numba") is None:
         return None
     with loading_numba():
-        from tlt.models.loops import attention, experts, layers, products
-    return Loops(attention, products, layers, experts)
+        from tlt.models.loops import attention, blocks, experts, layers, products
+    return Loops(attention, blocks, products, layers, experts)
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:

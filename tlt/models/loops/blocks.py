@@ -30,6 +30,8 @@ llvm.initialize_native_asmparser()  # for _add_pair
 MOST_SUMS = 24 if "+avx512f" in FEATURES else 6
 """Vectors of 16 that fit into the processor's registers beside weights and inputs."""
 
+_HAS_BFLOAT16 = "+avx512bf16" in FEATURES
+
 MOST_ROWS = MOST_SUMS // 2 if MOST_SUMS > 6 else MOST_SUMS
 """A block has at most so many."""
 
@@ -59,6 +61,11 @@ def compiled_multiply(dtype: torch.dtype) -> int:
     if dtype == torch.float32:
         return loops.compiled(_multiply_float32)
     return loops.compiled(_multiply_in_tiles if tiles.are_there() else _multiply_bfloat16)
+
+
+def bfloat16_by() -> str:
+    """What multiplies bfloat16 here. Sums of one differ from another's in their last bits."""
+    return "AMX" if tiles.are_there() else "AVX512_BF16" if _HAS_BFLOAT16 else "float32"
 
 
 def _multiply_float32(at):  # type: ignore
@@ -221,7 +228,7 @@ def _add_product(builder: Any, total: Any, word: Any, weights: Any) -> Any:
 
 
 def _add_pair(builder: Any, total: Any, word: Any, weights: Any) -> Any:
-    if "+avx512bf16" in FEATURES:
+    if _HAS_BFLOAT16:
         kind = ir.FunctionType(_LANES_F32, [_LANES_F32, _LANES_I32, _LANES_I32])
         operands = [total, _everywhere(builder, word), weights]
         return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", operands, False)
