@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.schema import Config
 from tlt.drafter.drafting.retrieval.references import References
+from tlt.drafter.drafting.retrieval.suffix_index import count_retrieved
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.measure import DrafterCopies
 from tlt.engine.backend import RolloutBackend
+from tlt.engine.build.drafter import build_draft_model, build_spot_trainer
 from tlt.engine.build.engine import build_backend, load_stored_drafter
 from tlt.engine.build.model import Model, drafter_folder
 from tlt.engine.own.engine import RolloutEngine
+from tlt.models.equal_rows import multiplied_by
 from tlt.training.build.policy import build_policy_trainer
 from tlt.training.build.run_engine import engine_settings
 from tlt.training.build.world import engine_dtype, layout_of
-from tlt.training.ranks.world import World
+from tlt.training.ranks.world import World, average_weighted, broadcast_json, gather_objects, refuse_together
 from tlt.training.report.timeline import Timeline
+from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks
 from tlt.training.rollout.idle_choice import IdleChoice
 from tlt.training.rollout.idle_time import build_idle_choice
 from tlt.training.rollout.protocol import DrafterTraining
@@ -87,3 +96,42 @@ def build_models(
         config.drafter, stored, engine, world, timeline, seed=config.run.seed
     )
     return RunModels(trainer, engine, drafter_training, references, idle_choice)
+
+
+def check_same_products(world: World, dtype: torch.dtype) -> None:
+    """Raises UserError on all ranks if machines differ in what they multiply by."""
+    here = multiplied_by(dtype)
+    first = broadcast_json(world, here)
+    mistake = (
+        f"run.equal_rows: {here}, but {first} on rank 0; give processors of one kind, or float32, or false"
+    )
+    refuse_together(world, None if here == first else mistake)
+
+
+def build_drafter_training(
+    settings: DrafterSection,
+    stored: StoredDrafter | None,
+    engine: RolloutBackend,
+    world: World,
+    timeline: Timeline,
+    *,
+    seed: int,
+    share: float = 0.0,
+) -> DrafterTraining:
+    """Returns a DrafterTraining that does nothing where the engine has no learned drafter.
+
+    seed: of the training windows, which differ by rank.
+    share: see LearnedDrafterTraining.
+    """
+    drafter, target = engine.drafter, engine.target
+    if stored is None or drafter is None or drafter.learned is None:
+        return DrafterTraining()
+    assert target is not None, "an engine with a learned drafter keeps the policy for it"
+    model = build_draft_model(stored, world.device)
+    spot = None
+    if settings.train:
+        seed = seed * world.world_size + world.rank
+        spot = build_spot_trainer(settings.learning_rate, stored, model, target, seed, timeline.add)
+    copies = DrafterCopies(model, drafter.learned.model, target, count_retrieved)
+    ranks = Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world))
+    return LearnedDrafterTraining(copies, drafter.learned, spot, ranks, timeline, share=share)
