@@ -33,7 +33,6 @@ class Moment:
         return time.monotonic() - self.reading
 
     def told(self) -> Moment:
-        """Returns a copy to send, elapsed seconds filled in."""
         return replace(self, told_after=self.seconds)
 
     def here(self) -> Moment:

@@ -1,9 +1,6 @@
-"""Runs loops compiled by Numba on PyTorch's own threads.
-
-A second thread pool would contend for the cores with PyTorch's threads, which spin for a while after every
-operation. So a loop runs in PyTorch's OpenMP library (GCC's, on Linux), else on Python threads. It is a C
-function of a record's address; every thread takes the record's next item until none is left.
-"""
+"""Runs loops compiled by Numba on PyTorch's own threads, with which a second pool would contend for the
+cores: in PyTorch's OpenMP library (GCC's, on Linux), else on Python threads. A loop is a C function of a
+record's address; every thread takes the record's next item until none is left."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(
 
 
 class Loop:
-    """A compiled loop and its record, which may change between runs.
+    """The record may change between runs.
 
     address: of the compiled function.
     max_threads: largest useful number of threads.
@@ -82,7 +79,6 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """(function, argument, threads, flags); None: no such library is loaded."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError):  # other systems have no such library, or no such flag
@@ -109,7 +105,6 @@ def compiled(function: Any) -> int:
 
 
 def _alone(function: Any) -> FileLock:
-    """Another process that needs the function waits, and then loads what was kept."""
     folder = Path(FunctionCache(function).cache_path)  # type: ignore[no-untyped-call]
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / f"{function.__module__}.{function.__qualname__}.lock")

@@ -1,4 +1,4 @@
-"""Stretches of a rank's time, by use."""
+"""Stretches of a rank's time."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Speculation = Off | Adaptive | Fixed
 
 
 def parse_speculation(text: str) -> Speculation:
-    """Parses `off`, `adaptive` or a strategy, as `str` writes them. Raises UserError."""
+    """Raises UserError."""
     match text:
         case "off":
             return Off()

@@ -13,8 +13,8 @@ from tlt.base.types import UserError
 class Strategy:
     """A way to speculate. `Strategy.OFF` decodes without drafts.
 
-    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference);
-        empty: not chosen yet (speculation.py).
+    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND without a reference); empty:
+        not chosen yet.
     depth: drafting steps, one per level: the depth of the deepest node.
     width: candidates per node.
     budget: most drafted nodes, the root (the last committed token) excluded.
@@ -57,7 +57,6 @@ class Strategy:
 
     @property
     def without_reference(self) -> Strategy:
-        """Returns the strategy of this step's sequences without a reference."""
         if not self.uses_references:
             return self
         kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)

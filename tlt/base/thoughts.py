@@ -1,4 +1,4 @@
-"""The thoughts of reasoning models, `<think>…</think>` and the like, which are no part of an answer.
+"""The thoughts of reasoning models, `<think>…</think>` and the like.
 
 Reward workers run this file: it imports nothing.
 """

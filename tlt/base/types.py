@@ -1,10 +1,9 @@
 """The types that cross a boundary: frozen values, whose methods only derive from their fields.
 
-Importing this file does not import torch. Axes used throughout the package:
-    N tokens of a flat batch · B sequences · T tokens per sequence (in training/update/: response tokens)
-    V vocabulary · E hidden size · H query heads · K key/value heads · D head dimension · L cache length
-    S cache slots · R rows of logits, one a draw · F features that are captured for the drafter
-A file that gives a letter another meaning says so in its first lines, or beside it.
+This file imports no torch. Axes used throughout the package: N tokens of a flat batch · B sequences · T
+tokens per sequence (in training/update/: response tokens) V vocabulary · E hidden size · H query heads · K
+key/value heads · D head dimension · L cache length S cache slots · R rows of logits, one a draw · F features
+that are captured for the drafter A file that gives a letter another meaning says so.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ class SamplingParams:
 
 
 class DraftOutcome(NamedTuple):
-    """One verification of one response. Tokens without an outcome were drawn by the target alone: undrafted
-    tokens, and the bonus token after the accepted drafts."""
+    """One verification of one response. Undrafted tokens, and the bonus token after the accepted drafts, have
+    no outcome."""
 
     place: int
     """Tokens of the response before the draft."""
@@ -122,8 +121,8 @@ class Turns:
     given: stretches [first, end) of the response's tokens that the environment said, in order; the policy
         drew the others.
     messages: the turns before the last one of the policy, as chat messages.
-    state: the environment after them, opaque outside its workers; "": none.
-    num_calls, num_errors, num_timeouts: calls of tools; those that failed; those of them by time-out.
+    state: the environment after them, opaque outside its workers.
+    num_errors, num_timeouts: calls that failed, and those of them by time-out.
     seconds: time in which the response waited for its environment.
     reward: the environment's own; None: it gives none, or not yet.
     failure: why the environment could not go on, or give its reward; then the response has no score.
@@ -141,7 +140,7 @@ class Turns:
 
     @property
     def num_settled(self) -> int:
-        """Tokens of the response before the turn that the policy writes now."""
+        """Tokens of the response before the policy's present turn."""
         return self.given[-1][1] if self.given else 0
 
     @staticmethod
@@ -192,8 +191,7 @@ class Rollout:
 
     logprobs: as in `Response`.
     routes: experts that the engine took, a byte each, [tokens, layers, experts of a token]: of the tokens
-        that it read from the prompt's first on, or of the response's first ones (`EngineSettings.routes`).
-        None: not recorded.
+        from the prompt's first on, or from the response's (`EngineSettings.routes`). None: not recorded.
     """
 
     problem_id: str
@@ -268,9 +266,8 @@ class Response:
 
 @dataclass(frozen=True)
 class Finished:
-    """A response that an engine step ended.
-
-    captured_TF: the target's features at all tokens but the last; None: not asked for, or no longer held.
+    """captured_TF: the target's features at all tokens but the last; None: not asked for, or no longer
+    held.
     """
 
     rollout: Rollout
@@ -283,10 +280,10 @@ class DraftTree:
 
     The root has depth 0; drafting level l, counted from 0, makes the nodes of depth l + 1.
 
-    tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
+    tokens_BN: int64. Column 0 is the root: the last committed token.
     parents_BN: int64. Column of each node's parent, smaller than the node's own; column 0 holds -1. Padding
         (in a sequence with fewer nodes) has parent -1 and is never visited. Siblings carry distinct tokens.
-    is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
+    is_chain: every row is a chain, column i following column i - 1.
     lengths: nodes of each row, the root included, if all padding follows them; None: padding is known by its
         parents alone.
     """
@@ -307,10 +304,7 @@ class DraftTree:
 
 
 class Verdict(NamedTuple):
-    """The result of verifying one sequence's draft.
-
-    tokens: the committed tokens: the accepted drafts, then the target's own next token.
-    num_accepted: len(tokens) - 1.
+    """tokens: the accepted drafts, then the target's own next token.
     path: columns of the visited nodes, the root first; their cache entries are kept.
     num_drafted: without padding.
     rejected: the first drafted candidate where the target drew another token; None: there is none.
@@ -337,9 +331,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """The score of one response.
-
-    error: why `value` means nothing (time-out, exception); empty: scored.
+    """error: why `value` means nothing (time-out, exception); empty: scored.
     parts: reward function → value before its weight, for functions that apply; empty: the task alone scores.
     metrics: figures logged by reward functions.
     task: the problem's column `task`, by which means are taken; empty: none.

@@ -4,8 +4,7 @@
                ├─ pydantic ──▶ tlt generate:          --max-tokens: is 2.5; it must be a valid integer
                └─ convert ───▶ engine.generate:       max_tokens: is 2.5; it must be a valid integer
 
-Every number has an upper bound: above sensible values, below values that break torch, the system or the
-memory plan.
+Every number has an upper bound, below values that break torch, the system or the memory plan.
 """
 
 from __future__ import annotations

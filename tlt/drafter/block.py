@@ -9,7 +9,7 @@ holds the tokens before it, and skips input_layernorm. Slots of a block see each
 
     dflash   slot k, from 1 on, proposes token p+k          DFlash (z-lab)
     dspark   slot k, from 0 on, proposes token p+k+1        DSpark (arXiv 2607.05147), which may add a
-             Markov head: logits of slot k += W2 W1[the token at p+k], so that slots agree with each other
+             Markov head: logits of slot k += W2 W1[the token at p+k]
 
 A mask's embedding is the target's, of an unused token (`mask_token_id`).
 """
@@ -33,8 +33,6 @@ from tlt.models.rope import apply_rope
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias of the logits by the token before."""
-
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
@@ -59,7 +57,7 @@ class BlockModel(DraftModel):
         return self
 
     def context(self, captured_NF: Tensor, positions_N: Tensor) -> list[Tensor]:
-        """Returns, per layer, the context's rotated keys and its values [N, 2K, D]."""
+        """Returns, per layer, rotated keys and values [N, 2K, D]."""
         read_NE = self.hidden_norm(self.fc(captured_NF[..., : self.config.feature_size]))
         rope, num_keys = self.rope_at(read_NE, positions_N), self.config.layer.num_kv_heads
         return [apply_rope(kv(read_NE), num_keys, *rope) for kv in self._kv()]

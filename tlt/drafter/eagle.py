@@ -47,7 +47,6 @@ class EagleModel(DraftModel):
     def forward(
         self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend
     ) -> Tensor:
-        """Returns the predicted features of the embedded tokens."""
         rope, pair = self.rope_at(hidden_ME, positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
             hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)

@@ -1,4 +1,4 @@
-"""Builds drafters by their shapes."""
+"""Builds drafters."""
 
 from __future__ import annotations
 

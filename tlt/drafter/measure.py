@@ -1,7 +1,6 @@
 """The measure of a drafter: its acceptance on sampled responses, and the agreement of its two copies.
 
-The engine's target reads a response once, which gives p of each token. The drafter, teacher-forced on the
-same tokens, gives q of its first drafted token.
+p is the target's distribution of a token, q that of the drafter's first guess, teacher-forced.
 
     acceptance = mean over response tokens of sum_v min(p(v), q(v))
 
@@ -82,8 +81,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tally:
-    """accepted: expected number of accepted draft tokens.
-    retrieved: number of tokens that retrieval would have drafted.
+    """accepted: expected accepted draft tokens.
+    retrieved: tokens that retrieval would have drafted.
     distance: relative distance between the logits of the two copies.
     checksum: sum of the trained weights.
     accepted_before: `accepted` before this step's training; NaN: not measured.
@@ -265,7 +264,6 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 def engine_logits(drafter: PackedDrafter, target: Target, sample: Sample) -> Tensor:
-    """[R, draft vocabulary], float64"""
     hidden_RE = drafter.predict(sample, sample.anchors, lambda ids: target.embed(ids).to(drafter.dtype))
     logits_RV, bias_RV = drafter.logits(hidden_RE, target), drafter.bias(sample.tokens_R)
     return (logits_RV if bias_RV is None else logits_RV + bias_RV).double()

@@ -1,4 +1,4 @@
-"""Base classes of trainable and packed drafters. The head is borrowed from the target, and never changed."""
+"""Base classes of drafters. The head is borrowed from the target, and never changed."""
 
 from __future__ import annotations
 

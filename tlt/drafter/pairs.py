@@ -1,4 +1,4 @@
-"""The alignment of tokens with the target's features, in packed sequences.
+"""The alignment of tokens with the target's features.
 
 pair t     (token t+1, feature t): EAGLE's drafter reads it, and predicts token t+2
 anchor     token t+1 of a pair: a block begins with it, and predicts token t+2 and those behind it

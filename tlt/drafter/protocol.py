@@ -5,7 +5,7 @@
          └─ WrappingDrafter   drafts with other drafters
              └─ LentDrafter   with one that learns nothing meanwhile
 
-Sequences are in slots 0..B-1. The engine tells a drafter when a sequence enters, moves or leaves.
+The engine tells a drafter when a sequence enters, moves or leaves a slot.
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ class DrafterShape:
 
     @property
     def weights_per_level(self) -> int:
-        """Weights read per drafted token."""
         raise NotImplementedError
 
 
@@ -110,9 +109,7 @@ class EagleShape(DrafterShape):
 
 @dataclass(frozen=True)
 class BlockShape(DrafterShape):
-    """`layer.num_layers` layers of Qwen3's form.
-
-    block_size: slots of a block, the anchor included.
+    """block_size: slots of a block, the anchor included.
     mask_token_id: the token whose embedding in the target fills the slots behind the anchor.
     markov_rank: rank of the Markov head; 0: no head.
     """

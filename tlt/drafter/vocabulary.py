@@ -5,8 +5,8 @@
 
     N: the size with the fewest seconds per token, estimated from the weights read and the tokens covered
 
-In a small model with a large vocabulary, most weights that a draft reads are the head's. A subset of its rows
-needs no training. Tokens outside the draft vocabulary are still sampled.
+Most weights that a draft reads are the head's, of which a subset of rows needs no training. Other tokens are
+still sampled.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ class DraftCosts:
         return self.row * self.vocab_size / self.forward
 
     def of_draft(self, size: int) -> float:
-        """Cost of a drafted token, in forwards."""
         return (self.layer + size * self.row) / self.forward
 
     def of_token(self, size: int, coverage: float) -> float:
-        """Cost of a committed token, in forwards."""
         accepted = ACCEPTANCE * coverage
         return (1 + DEPTH * self.of_draft(size)) / sum(accepted**depth for depth in range(DEPTH + 1))
 
@@ -160,7 +158,6 @@ class DraftVocabulary:
         self.counts_V += counts_V
 
     def renew(self) -> bool:
-        """Returns whether the choice changed."""
         shares_V = _shares(self.counts_V) + PROMPTS * _shares(self.prompts_V)
         before, chosen = self.token_ids, None
         if self.sizes and float(shares_V.sum()):

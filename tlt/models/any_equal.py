@@ -2,9 +2,8 @@
 
 products with weights    compiled loops, by `Matrix`
 attention                compiled loops, as in any.py
-silu, gelu, sigmoid      made of exp and tanh: PyTorch's own round the last numbers of a tensor otherwise,
-                         which do not fill a vector
-the rest                 PyTorch's: its norms, softmax, exp, tanh, sin and cos are alike in any company
+silu, gelu, sigmoid      made of exp and tanh: PyTorch's own round a tensor's last numbers otherwise
+the rest                 PyTorch's, alike in any company
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def takes_no_groups(q: Tensor) -> bool:
 
 
 class PackedCausal:
-    """Causal attention within each sequence of one flat batch (training, recomputation, prefill).
+    """Causal attention within each sequence of one flat batch.
 
     No result depends on another sequence.
     """
@@ -81,7 +81,7 @@ class PackedCausal:
 
 
 class SharedPrompts(PackedCausal):
-    """Causal attention for families in one flat batch: sequences with a common prompt, stored once.
+    """Causal attention for families: sequences with a common prompt, stored once.
 
         family    [prompt] [own tokens] [own tokens] …      each sequence sees the prompt and itself
 
@@ -126,8 +126,6 @@ class SharedPrompts(PackedCausal):
         return out_MC[own_N]
 
     def _copies(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns indices of the tokens of all sequences with their prompts, which of those are a family's
-        own, and the sequences' lengths."""
         copies: list[int] = []
         own_ones: list[int] = []
         lengths = []
@@ -148,7 +146,7 @@ class SharedPrompts(PackedCausal):
 
 
 class Unrolled(PackedCausal):
-    """Causal attention for training a drafter on several of its own steps, one call per step.
+    """Causal attention for training a drafter on its own steps, one call per step.
 
     In the first step, pair t sees the pairs up to t; later also its own pairs of the later steps, like a
     draft from position t (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
@@ -297,7 +295,6 @@ class Trees(Protocol):
 def cached_trees(
     config: ModelConfig, layers_SKLD: Sequence[Tensor], trees: Trees
 ) -> Cached | CompiledAttention:
-    """A node sees its sequence, its ancestors and itself."""
     loops = available.attention(layers_SKLD[0].dtype, trees.columns_BN.device)
     (B, N), counts = trees.columns_BN.shape, trees.counts
     if loops is None:
@@ -312,7 +309,7 @@ def cached_trees(
 
 
 class Cached:
-    """T new tokens of each of B sequences attend over their cache, after their keys and values are written.
+    """T new tokens of each of B sequences attend over their cache, which is written first.
 
     layers_SKLD: see `Cache`.
     columns_BT: columns of the new entries; `length` are read.

@@ -1,4 +1,4 @@
-"""Attention of blocks of tokens that are drafted at once (DFlash's backbone), over packed sequences.
+"""Attention of blocks of tokens that are drafted at once (DFlash's backbone).
 
     sequence   0 1 2 3 4 5 6 7           a block sees the sequence before its anchor, and all of itself
     block      . . . a m m m             a: its anchor, which stands at position 3; it sees 0 1 2

@@ -3,8 +3,7 @@
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE
     features_NE ─ head ─▶ logits_NV
 
-Every caller runs a flat batch of N tokens; its `Attend` decides which token attends to which. packed.py is
-the engine's frozen copy.
+Every caller runs a flat batch of N tokens; its `Attend` decides which token attends to which.
 """
 
 from __future__ import annotations
@@ -293,8 +292,6 @@ class Policy(nn.Module):
 
 
 class Transformer(Policy):
-    """Has exactly the checkpoint's names."""
-
     def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
         super().__init__()
         self.config = config

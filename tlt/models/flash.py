@@ -39,7 +39,6 @@ class PackedLengths:
 def attend_packed(
     qkv_NSD: Tensor, num_heads: int, num_kv_heads: int, lengths: PackedLengths, form: AttentionForm
 ) -> Tensor:
-    """Returns [N, H * D]."""
     q_NHD, k_NKD, v_NKD = qkv_NSD.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     options: dict[str, Any] = {}
     if num_heads != num_kv_heads and _takes_groups():

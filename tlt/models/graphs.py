@@ -94,7 +94,6 @@ class Graphs:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Few sizes are recorded: a batch shrinks sequence by sequence."""
     return num_rows if num_rows <= 4 else -(-num_rows // 8) * 8 if num_rows <= 64 else -(-num_rows // 32) * 32
 
 

@@ -2,7 +2,7 @@
 
     slots × [ keys and values │ the drafter's pairs │ the drafter's features ]  ≤  max_bytes
 
-Caches are rectangles: every running sequence has room for as many tokens as the longest.
+Every running sequence has room for as many tokens as the longest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Keys and values of the running sequences, one slot each.
-
-The running batch is in slots 0..B-1. When a sequence ends, the last one moves into its slot. Capacity doubles
-within a budget.
-"""
+"""Keys and values of the running batch, in slots 0..B-1. When a sequence ends, the last one moves into its
+slot. Capacity doubles within a budget."""
 
 from __future__ import annotations
 
@@ -49,7 +46,6 @@ def ring_length(window: int) -> int:
 
 
 def store(kv_SKLD: Tensor, slot: int, first: int, kv_KTD: Tensor) -> None:
-    """Writes a layer's entries from position `first` on."""
     length = kv_SKLD.shape[2]
     end = first + kv_KTD.shape[1]
     if end <= length:
@@ -89,8 +85,8 @@ class Cache:
         return num_slots <= self.num_slots and length <= self.capacity
 
     def reserve(self, num_slots: int, length: int, budget: Budget = UNBOUNDED) -> None:
-        """Makes room for `num_slots` sequences, the longest of `length` tokens. Growing in length drops
-        unused slots: in the long tail, a few sequences must not hold the memory of all that have ended."""
+        """Growing in length drops unused slots: in the long tail, a few sequences must not hold the memory of
+        all that have ended."""
         if self.holds(num_slots, length):
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
@@ -163,7 +159,6 @@ class Cache:
         return [layer[slot, :, :length].clone() for layer in self.layers]
 
     def copy_in(self, slot: int, entries: Sequence[Tensor]) -> None:
-        """The slot must have room."""
         for layer, own in zip(self.layers, entries, strict=True):
             layer[slot, :, : own.shape[1]] = own
 

@@ -38,7 +38,7 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum in the dtype of A and B. whole: gathers a sharded matrix."""
+        """whole: gathers a sharded matrix."""
         weight, a, b = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
         return self.sum(weight.to(a.dtype), a, b)
 
@@ -84,7 +84,6 @@ class LoraExperts(nn.Module, AdaptedLayer):
         return weight
 
     def sum(self, weight: Tensor, a: Tensor, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """rows: of experts."""
         a_ERI = a.view(-1, self.rank, a.shape[1])[rows].to(weight.dtype)
         b_EOR = b.view(len(b), self.rank, -1).permute(2, 0, 1)[rows].to(weight.dtype)
         if self.is_transposed:
@@ -184,7 +183,6 @@ def prefix_of(name: str) -> str:
 
 
 def adapted(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """By the names of the matrices in the module."""
     found: dict[str, AdaptedLayer] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLinear):

@@ -1,3 +1,5 @@
+"""Makes a policy's module and an engine's copy."""
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,5 @@
-"""The engine's copy of a decoder, for inference: projections of the same input are one matrix; on a CPU, all
-layers are one call."""
+"""The engine's copy of a decoder: projections of the same input are one matrix; on a CPU, all layers are one
+call."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ class PackedLinear:
         return F.linear(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """residual + x Wᵀ, for a matrix without bias."""
         if self.panels is not None:
             return self.panels.multiply(x_NI, residual_NO)
         assert self.weight is not None

@@ -15,8 +15,6 @@ from tlt.models.kv_cache import store
 
 
 class RingPrefill:
-    """loops: attends as `loops.Packed`."""
-
     def __init__(
         self,
         loops: ModuleType,

@@ -12,8 +12,6 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Linear:
-    """Positions are divided by `factor`."""
-
     factor: float
 
     def stretch(self, frequencies_H: Tensor, theta: float) -> tuple[Tensor, float]:

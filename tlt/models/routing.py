@@ -1,4 +1,4 @@
-"""Routes: which experts each token takes in each layer, recorded, and replayed (R3, arXiv 2510.11370).
+"""Routes: each token's experts, recorded and replayed (R3, arXiv 2510.11370).
 
     layer(…, routing) ─▶ router ─▶ scores_NX ─ topk ─▶ its own choice ─▶ routing.found
                                                 └─▶ routing.given, where there is one, taken in its place
@@ -50,7 +50,7 @@ def watch_routers(layers: Sequence[nn.Module]) -> tuple[int, int]:
 
 
 def _sizes(router: nn.Module) -> tuple[int, int]:
-    """(experts that a token takes, experts). Gemma 4's router keeps them in its configuration."""
+    """Returns (experts that a token takes, experts)."""
     if hasattr(router, "top_k"):
         return int(router.top_k), int(router.num_experts)  # type: ignore[arg-type]
     config: Any = router.config

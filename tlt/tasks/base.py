@@ -31,12 +31,11 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """Returns `num` problems: dicts that survive JSON, with a unique `problem_id`, a prompt and data
-        for scoring.
+        """Returns `num` dicts that survive JSON, with a unique `problem_id`, a prompt and data for scoring.
 
-        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids`
-        (token ids). Equal arguments give equal problems. The option `split` is always given: "train", or
-        "test" for problems that training must not see. Other options: `task.options`.
+        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token
+        ids). Equal arguments give equal problems. The option `split` is always given: "train", or "test" for
+        problems that training must not see. Other options: `task.options`.
         """
         ...
 

@@ -8,8 +8,7 @@ model reads and writes:
     response   16+9=25[2,25:5]25-2=23x25+2=27x25*2=50x[2,9,16:5]16-9=7[2,7:5]7-2=5!16-9=7,7-2=5
 
 `x` marks a last step that missed the target. When every move of a state has failed, its parent is written
-again. Each state restates numbers left *and* target: the next step depends on nearby text only, so that a
-model of a few million parameters learns the search.
+again. Each state restates numbers left *and* target, so that the next step depends on nearby text only.
 """
 
 import random
@@ -142,7 +141,6 @@ class Countdown(ExactTask):
         return self.draw_each(num, seed, split, draw)
 
     def find(self, problem: Record, response_text: str) -> str | None:
-        """The text after the last `!`."""
         _, mark, answer = response_text.rpartition("!")
         return answer if mark else None
 

@@ -66,7 +66,6 @@ class Measured:
         return self.value == other.value or self.rounds(other) or other.rounds(self)
 
     def rounds(self, other: Measured) -> bool:
-        """Whether this decimal, of six digits or more, rounds the other, whose decimals never end."""
         if self.digit is None or self.digit >= 1 or _is_decimal(other.value.denominator):
             return False
         is_long = abs(self.value) >= self.digit / Fraction(ROUNDED * 10)

@@ -26,7 +26,6 @@ class ExactTask:
     """Where responses have answers (answers.py); a problem's column `search` overrides it."""
 
     def rng(self, *key: object) -> random.Random:
-        """Seeded by the task's name and `key`."""
         return random.Random(" ".join(map(str, (self.name, *key))))
 
     def number(self, seed: int, split: Split, problems: Iterable[Record]) -> list[Record]:

@@ -1,9 +1,4 @@
-r"""Mathematics with known answers: records of the usual data sets, scored by math-verify.
-
-    GSM8K                 question, answer ("… #### 42")
-    MATH, MATH-500        problem, solution ("… \boxed{42} …"), perhaps answer; level, type
-    DAPO-17k, Eurus-2-RL  verl's columns: data_source, prompt (messages), ability, reward_model.ground_truth
-    TRL's                 prompt (text or messages), and answer or solution
+"""Mathematics with known answers: records of the usual data sets (docs/math.md), scored by math-verify.
 
 `rewards.timeout_seconds` bounds math-verify's time, sympy's C code included. With `rewards.num_workers = 0`
 nothing does: an answer such as `9^{9^{9^9}}` may stop the run.

@@ -1,14 +1,4 @@
-"""Several tasks as one, with problems of each by weight.
-
-    [task]
-    name = "mixture"
-    [[task.options.tasks]]
-    name = "countdown"
-    weight = 3
-    [[task.options.tasks]]
-    name = "reasoning-gym:chain_sum"
-    options = { max_terms = 4 }
-    label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
+"""Several tasks as one (docs/tasks.md).
 
 A problem names its part: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
 """

@@ -1,9 +1,4 @@
-"""Rows that differ by a seed alone, for environments that begin by it: games, puzzles, simulations.
-
-[task]
-name = "seeds"
-options = { game = "GuessTheNumber-v0" }      # columns of every row, beside `seed`
-"""
+"""Rows that differ by a seed alone, for environments that begin by it (docs/environments.md)."""
 
 from __future__ import annotations
 

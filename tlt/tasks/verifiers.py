@@ -1,11 +1,5 @@
-"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks of one turn. Those of several turns need their
-environment, too (environments/verifiers.py).
-
-    --task.name verifiers:my-taskset    found by verifiers' own loader: a package, or a module in this folder
-    --task.name verifiers:FILE.py       a module, wherever it lies
-
-A taskset that needs tools, a runtime or container, set-up or judges is refused.
-"""
+"""Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks of one turn (docs/tasks.md). Those of several turns
+need their environment, too (environments/verifiers.py)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,6 @@ class Worker:
         self.is_killed = True
 
     def _await_start(self) -> str:
-        """Returns why the worker cannot begin, or ""."""
         if not self.pipe.poll(max(self._deadline - time.monotonic(), 0.0)):
             raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_call=False)
         reason = self._read(had_call=False)
@@ -126,8 +125,8 @@ class Closed(Exception):
 
 
 class WorkerSlot:
-    """A thread's worker, started ahead of its first call. The first death starts a spare: code that imports
-    much takes longer to start than to answer."""
+    """Starts its worker ahead of the first call. The first death starts a spare: code that imports much takes
+    longer to start than to answer."""
 
     def __init__(self, start: Callable[[], Worker]) -> None:
         self._start = start
@@ -177,7 +176,6 @@ class Crew(Generic[Job, Result]):
         self._jobs.put(job)
 
     def tell(self, job: Job, result: Result) -> None:
-        """Gives a result that needs no worker."""
         self._done.put((job, result))
 
     @property

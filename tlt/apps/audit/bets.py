@@ -84,7 +84,7 @@ def growth(
 ) -> Tensor:
     """log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 
-    tokens_ST: the tokens y. Growth is 0 where p(y) = 0: such tokens are counted, not bet on.
+    tokens_ST: the tokens y. Growth is 0 where p(y) = 0.
     sources_RST: r(y) of each of SOURCES.
     events_TV: the sets of EVENTS as masks.
     """

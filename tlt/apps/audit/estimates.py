@@ -1,4 +1,4 @@
-"""Estimates with intervals, and the number of tokens for a verdict."""
+"""Estimates with intervals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mean_with_interval(values_T: Tensor, alpha: float) -> Estimate:
 
 
 def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
-    """The source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
+    """Finds source and share ε for which (1 − ε) p + ε r makes the tokens likeliest.
 
     If no source beats chance: the source that could hide the largest share. Intervals are
     Bonferroni-corrected for the number of sources. ratios_RT: r(y) / p(y).

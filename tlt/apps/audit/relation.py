@@ -1,12 +1,9 @@
 """The invariance relation: the same tokens have the same log-probabilities, bit for bit, however computed.
 
-    batch of 1    one request at a time: the other ways are compared with it
-    batch of N    N requests at a time; of an engine that drafts, the same requests also with its drafts
-    prefilled     the response, or its first half, read as a prompt
-    trainer       the update's forward pass
-
-The field's names: batch invariance, where the batch alone varies, and trainer–engine mismatch for the last
-way.
+batch of 1    one request at a time: the other ways are compared with it
+batch of N    N requests at a time; of an engine that drafts, the same requests also with its drafts
+prefilled     the response, or its first half, read as a prompt
+trainer       the update's forward pass
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""The findings of an audit."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,8 +11,6 @@ from tlt.apps.audit.estimates import Estimate
 
 @dataclass(frozen=True)
 class Offender:
-    """A token that the target hardly or never samples here."""
-
     response: int
     problem_id: str
     sample_index: int
@@ -27,8 +27,8 @@ class Offender:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The audit of one engine in one mode. Fields of the betting game are None at temperature 0, where every
-    token is compared with the likeliest."""
+    """Fields of the betting game are None at temperature 0, where every token is compared with the
+    likeliest."""
 
     mode: str
     reasons: tuple[str, ...]
@@ -70,8 +70,8 @@ class AuditReport:
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """Undecided: nothing was found, but tokens are too few to find a reference fault, responses are
-        missing, or an estimate speaks against the engine without convicting it."""
+        """It is undecided where tokens are too few to find a reference fault, responses are missing, or an
+        estimate speaks against the engine."""
         if self.is_convicted:
             return "not lossless"
         is_whole = self.has_enough_tokens and not self.num_missing
@@ -103,7 +103,6 @@ class AuditReport:
 
     @property
     def has_no_evidence(self) -> bool:
-        """Whether nothing speaks against the engine, but the tokens are too few to call it lossless."""
         return not (self.is_convicted or self.is_doubtful or self.has_enough_tokens or self.num_missing)
 
     @property

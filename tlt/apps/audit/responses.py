@@ -1,4 +1,4 @@
-"""Reads another engine's responses from a file, as token ids."""
+"""Another engine's responses, from a file."""
 
 from __future__ import annotations
 

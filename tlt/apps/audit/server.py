@@ -3,8 +3,8 @@
     answer        token ids of the model ─▶ a response     else ─▶ UserError
     busy or gone  asked again, after Retry-After or 1, 2, 4 … seconds; at last the answers that came are kept
 
-Ids come in `token_ids` (option `return_token_ids`, vLLM ≥ 0.10.2). Text is never used: encoding it again need
-not give the sampled tokens.
+Ids come in `token_ids` (vLLM ≥ 0.10.2). Text is never used: encoding it again need not give the sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answers:
-    """The responses in the order of the requests."""
-
     rollouts: tuple[Rollout, ...]
     num_missing: int = 0
     why: str = ""
@@ -162,7 +160,7 @@ def read_again(server: Endpoint, rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[float, ...]:
-    """Raises UserError where there are none at these places."""
+    """Raises UserError where there are none."""
     logprobs = choice.get("logprobs")
     found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     values = found[places.start : places.stop] if isinstance(found, list) else []

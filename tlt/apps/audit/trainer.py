@@ -1,3 +1,5 @@
+"""Log-probabilities by the update's forward pass."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

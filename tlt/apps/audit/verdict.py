@@ -2,15 +2,14 @@
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The test is a betting game (Shafer 2021; Ville 1939). Each of K bets q_t, a function of the prefix alone, has
-its wealth multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no bet gains on average. The
-mean e_t of the K wealths starts at 1 and obeys, for all t at once,
+The test is a betting game (Shafer 2021; Ville 1939; docs/audit.md). The mean e_t of K bets' wealths starts at
+1 and, if every token is drawn from p_t, obeys for all t at once
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
-So e ≥ 1 / alpha convicts with false-positive rate alpha, after any number of tokens. An engine in finite
-precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. Its expected factor is at
-most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), by which each factor is divided.
+An engine in finite precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead. A
+bet's expected factor is then at most 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), by which each factor is
+divided.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -185,7 +184,6 @@ class Auditor:
     def _sources(
         self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor
     ) -> Tensor:
-        """Returns r(y) under each of SOURCES, [R, S, T]."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]

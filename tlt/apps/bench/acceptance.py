@@ -1,3 +1,5 @@
+"""A drafter's acceptance by position."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

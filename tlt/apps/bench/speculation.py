@@ -3,7 +3,7 @@
     round      0 (not counted)       1                    2
                adaptive ▕ off        off ▕ adaptive       adaptive ▕ off        …
 
-Both engines live through all rounds, so the adaptive tuner learns as in a run.
+Both engines live through all rounds: the tuner learns as in a run.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens are in canonical order."""
-
     seconds: float
     token_ids: tuple[tuple[int, ...], ...]
 
@@ -102,7 +100,6 @@ def measure(
     num_rounds: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Measured:
-    """engines: OFF and ADAPTIVE."""
     turns: dict[str, list[Turn]] = {OFF: [], ADAPTIVE: []}
     for index in range(num_rounds + 1):
         asked = requests(index)

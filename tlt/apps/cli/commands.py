@@ -106,7 +106,6 @@ def find_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def overview(family: str = "") -> str:
-    """Returns the help of `tlt`, or of a family such as `tlt drafter`."""
     prefix = f"{family} " if family else ""
     listed = {name: command.purpose for name, command in COMMANDS.items() if name.startswith(prefix)}
     width = max(map(len, listed))

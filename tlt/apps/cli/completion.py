@@ -42,7 +42,6 @@ SWITCH = Words(has_value=False)
 
 
 def typed(kind: type[Options], has_record: bool) -> tuple[dict[str, Words], Words]:
-    """Returns a command's options, and what may stand alone."""
     options = {"--help": SWITCH, **({"--json": SWITCH} if has_record else {})}
     alone = Words()
     for name, field in options_of(kind).items():

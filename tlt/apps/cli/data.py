@@ -1,3 +1,5 @@
+"""Shared options of commands that read data."""
+
 from __future__ import annotations
 
 import datetime

@@ -27,7 +27,6 @@ def run(options: Doctor) -> Ended:
 
 
 def _limits() -> tuple[int, int]:
-    """Returns cores and bytes of memory."""
     try:
         from tlt.engine.memory import machine_bytes
         from tlt.training.build.ranks import num_cores

@@ -1,3 +1,5 @@
+"""The help of a command."""
+
 from __future__ import annotations
 
 import inspect
@@ -55,7 +57,6 @@ def usage(command: str, kind: type[Options]) -> str:
 def option_groups(
     kind: type[Options], lists_keys: bool = False, has_record: bool = False
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each group's title, and its options by heading."""
     for title, fields in _groups(kind, lists_keys):
         entries = {_heading(name, field): _explained(field) for name, field in fields.items()}
         yield (

@@ -92,7 +92,6 @@ def _copy_with_packaged_model(recipe: str, folder: Path) -> list[Path]:
 
 
 def _write_model(packaged: PackagedModel, model: Path, folder: Path) -> None:
-    """`tlt hub push` reads the README as a model card."""
     import torch
 
     from tlt.models.hf.gguf import convert_gguf

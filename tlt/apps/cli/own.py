@@ -165,7 +165,6 @@ _ANSWERS_OF_VERL = 'answers = [model["ground_truth"] for model in reward_model]'
 
 
 def _write_reward(folder: Path, own: OwnRun, writes_function: bool) -> None:
-    """The test is always written, the function unless it is the user's."""
     in_verl = all("reward_model" in row and "answer" not in row for row in own.rows)
     has_answer = in_verl or all("answer" in row for row in own.rows)
     if writes_function:

@@ -1,4 +1,4 @@
-"""The end of a command: its record, for people or for programs.
+"""The end of a command.
 
 record ─┬─ stdout is a terminal ─▶ headline, then rows of names and rounded values
         └─ a pipe, a file, --json ─▶ one line of JSON, the last one on stdout
@@ -112,7 +112,6 @@ def _to_table(items: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _lines(rows: Mapping[str, Any], unit: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
-    """unit: the enclosing mapping's name."""
     for name, value in rows.items():
         if isinstance(value, Mapping):
             yield f"{indent}{label_of(name)}", "" if value else "none"

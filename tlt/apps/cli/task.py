@@ -59,7 +59,6 @@ class WriteProblems(Options):
 
 
 def write_problems(options: WriteProblems) -> Record:
-    """Equal options give an equal file."""
     from tlt.tasks.base import make_problems, prepare_records
 
     check_output_file(options.out, "--out")

@@ -163,7 +163,6 @@ def continued_config(
 
 
 def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
-    """is_asked: the user has given a number."""
     if place is None:
         return config
     if is_asked and config.run.num_ranks != "auto":

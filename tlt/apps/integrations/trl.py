@@ -4,8 +4,7 @@
         ▲                                                             │
         └── prompt_ids, completion_ids, logprobs, in their order ─────┘
 
-Tools and environments are the trainer's own (trl_turns.py). rollout_func is experimental: TRL's version is
-pinned, and tests check the internals used here.
+rollout_func is experimental: TRL's version is pinned, and tests check the internals used here.
 """
 
 from __future__ import annotations
@@ -181,8 +180,7 @@ def check_prompts(prompts: Sequence[Any], trainer: Any) -> None:
 
 
 def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:
-    """draft_…: EngineStats.draft_metrics.
-    rollout_seconds, tokens_per_second: of all processes together.
+    """rollout_seconds, tokens_per_second: of all processes together.
     idle_seconds: up to the last token of all, summed over processes.
     drafter_seconds: of training the drafter; TRL logs the mean over processes.
     drafter_acceptance: sum_v min(p, q) per token, after training.

@@ -105,7 +105,7 @@ class TRLTurns(Conversations):
 
 
 def mask(rollout: Rollout) -> list[int]:
-    """1: the policy drew the token; 0: it was given."""
+    """1: the policy drew the token."""
     drawn = set(rollout.drawn)
     return [int(place in drawn) for place in range(len(rollout.token_ids))]
 
@@ -212,10 +212,9 @@ class _Done(NamedTuple):
 
 
 class Calls:
-    """Makes calls as GRPOTrainer._tool_call_loop does: an exception is a message, and nothing times out.
+    """As GRPOTrainer._tool_call_loop: an exception is a message, and nothing times out.
 
-    contents: what the latest collected call of each response returned; text, or a list, which TRL leaves to
-        the chat template.
+    contents: what the latest collected call of each response returned; text, or a list for the chat template.
     """
 
     def __init__(self, instances: Instances) -> None:

@@ -81,7 +81,6 @@ class Drawn:
 
 
 def draw(chart: Chart, key: str, steps: tuple[float, float]) -> Drawn:
-    """steps: first and last step of all runs."""
     ranges: dict[str, Any] = {"y_range": _extent(chart)} if _lines(chart) else {}
     height, together = HEIGHT, ""
     for shape in chart.shapes:
@@ -118,7 +117,6 @@ def _lines(chart: Chart) -> list[Line]:
 
 
 def _extent(chart: Chart) -> Range1d:
-    """Returns the range of y: below 0 only if values are."""
     parts = [part for line in _lines(chart) for part in (line.y, line.low, line.high) if part is not None]
     values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts])
     values = np.clip(values[np.isfinite(values)], -_LARGEST, _LARGEST)

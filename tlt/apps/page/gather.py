@@ -30,7 +30,6 @@ WAIT_SHARE = "rollout/turns/wait_share"
 @dataclass(frozen=True)
 class RunRecords:
     """config: {}: no config.json.
-    failures: lines of failures.log, the latest last.
     environments: versions, commit and machine of each attempt.
     """
 
@@ -64,7 +63,7 @@ class RunRecords:
         return np.array([figures.get(name, NAN) for figures in self._figures], dtype=np.float64)
 
     def group(self, prefix: str) -> dict[str, Values]:
-        """Returns the figures under a prefix, such as rollout/strategy_seconds."""
+        """prefix: such as rollout/strategy_seconds."""
         names = [name for name in self.names if name.startswith(f"{prefix}/")]
         return {name.removeprefix(f"{prefix}/"): self.values(name) for name in names}
 
@@ -73,7 +72,6 @@ class RunRecords:
         return any(record.rollout.turns != TurnsRecord() for record in self.steps)
 
     def setting(self, place: str, default: object = None) -> object:
-        """place: `section.key`."""
         section, _, key = place.partition(".")
         found = self.config.get(section)
         return found.get(key, default) if isinstance(found, dict) else default

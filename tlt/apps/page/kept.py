@@ -1,4 +1,4 @@
-"""Chooses a run's kept responses for the page: a bounded sample, spread over steps and evaluations."""
+"""Chooses a run's kept responses for the page: a bounded sample."""
 
 from __future__ import annotations
 

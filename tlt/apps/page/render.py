@@ -29,8 +29,6 @@ SCRIPTS = ("charts.js", "responses.js")
 
 @dataclass(frozen=True)
 class Placed:
-    """run: empty: the chart is of all runs."""
-
     id: str
     chart: Chart
     run: str = ""

@@ -1,3 +1,5 @@
+"""Tables of configurations and machines."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

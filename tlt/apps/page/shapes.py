@@ -63,7 +63,7 @@ Shape = Line | Areas | Cells | Stretches
 @dataclass(frozen=True)
 class Chart:
     """is_by_step: x counts steps: all such charts pan together.
-    x_end: x goes from 0 to here, and charts of the same end pan together; None: as far as there are values.
+    x_end: charts of the same end pan together; None: as far as there are values.
     is_count: no ticks between whole numbers of y.
     """
 
@@ -94,10 +94,7 @@ def moving_mean(values: Values, width: int, is_share: bool = False) -> tuple[Val
 
 
 def mean_interval(values: Values, is_share: bool) -> tuple[float, float, float]:
-    """(mean, low, high): the 95 % interval of independent values.
-
-    is_share: Wilson's interval (1927), for as many yes-or-no answers as would scatter like the values.
-    """
+    """(mean, low, high): the 95 % interval of independent values; is_share: Wilson's interval (1927)."""
     count = len(values)
     if not count:
         return math.nan, math.nan, math.nan

@@ -1,3 +1,5 @@
+"""Charts of speculation."""
+
 from __future__ import annotations
 
 from collections import defaultdict

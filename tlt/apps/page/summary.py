@@ -1,3 +1,5 @@
+"""Tables of figures."""
+
 from __future__ import annotations
 
 import math
@@ -141,7 +143,6 @@ def _ends(values: Values, form: Callable[[float], str]) -> str:
 
 
 def differences(first: RunRecords, second: RunRecords) -> Table | None:
-    """Takes both runs' means over their common steps."""
     common = np.intersect1d(first.x, second.x)
     if not len(common):
         return None

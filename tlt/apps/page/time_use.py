@@ -4,8 +4,6 @@
     spans of a rank   | prefill | decode | | drafts .... |         | update |
                                               | journal |
     pieces            | prefill | decode |o| d| journal |d| other  | update |   → columns of a picture
-
-Bisection finds a step in the timeline, in a run of any length.
 """
 
 from __future__ import annotations

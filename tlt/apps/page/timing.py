@@ -1,4 +1,4 @@
-"""Charts of time: uses of each step's seconds, and chosen steps second by second."""
+"""Charts of time."""
 
 from __future__ import annotations
 

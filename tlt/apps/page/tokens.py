@@ -39,7 +39,6 @@ def clip(
 def drafts_within(
     drafts: Sequence[DraftOutcome], stretches: Sequence[Stretch], text_of: Callable[[int], str]
 ) -> list[list[Any]]:
-    """Rows of `DraftOutcome`'s fields, the rejected token as text."""
     return [
         [*draft[:-1], None if draft.rejected is None else text_of(draft.rejected)]
         for draft in drafts

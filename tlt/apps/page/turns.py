@@ -18,7 +18,6 @@ LEAST_CHARACTERS = 200
 
 
 def own_stretches(turns: Turns, num_tokens: int) -> list[tuple[int, int]]:
-    """[first, end) of the tokens of each of the policy's turns."""
     edges = [0, *(place for stretch in turns.given for place in stretch), num_tokens]
     return [*pairwise(edges)][::2]
 
@@ -43,9 +42,8 @@ def show_turns(
     name_of: Callable[[int], str],
 ) -> list[Record]:
     """Returns the parts of the conversation in order: "model", "tool", "error" or "environment", label and
-    text. The model's turns also have tokens.
+    text.
 
-    last_turn: text of the policy's last turn.
     pieces: texts of all tokens; None: the turns are shown by their messages, not coloured.
     """
     rounds = [*_rounds(turns.messages), ({"content": last_turn}, [])]

@@ -5,8 +5,8 @@
     the machine: GPUs, cores, memory ────────┤
     the keys that the user gives, which win ─┘
 
-Learning rates: 1e-6 for all weights is the default of TRL's GRPOConfig and of verl; ten times that for
-adapters is measured in "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025).
+The learning rate of all weights is TRL's and verl's default; ten times that for adapters follows "LoRA
+Without Regret" (Schulman et al., 2025).
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class ModelFacts:
 class DataFacts:
     """rows: some of the first, with the data's own column names.
     train_split: None: rows cannot be held out of it.
-    can_verify: whether math-verify, which scores mathematics, is installed.
     is_made: whether a task makes the rows, scores them, and makes test rows.
     """
 

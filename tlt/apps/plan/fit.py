@@ -39,7 +39,6 @@ def fits(run: PlannedRun) -> bool:
 
 
 def lacks_room(run: PlannedRun) -> bool:
-    """Whether rollout.kv_gib cannot hold a single response."""
     given = run.config.rollout.kv_gib
     return given is not None and slot_bytes(run, run.longest) > given * GIB
 
@@ -81,7 +80,7 @@ def _describe_room(run: PlannedRun) -> str:
 
 
 def _remedy(run: PlannedRun) -> str:
-    """Returns one change if it suffices, else several, else more GPUs or machines."""
+    """One change if it suffices, else several, else more GPUs or machines."""
     changes, tokens = _changes(run), run.config.sampling.max_tokens
     shorter = [_shortened(run, tokens // n) for n in (2, 4, 8, 16) if tokens >= n]
     together = [functools.reduce(operator.or_, changes[: i + 1]) for i in range(len(changes))]

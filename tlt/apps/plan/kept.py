@@ -22,9 +22,7 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class Kept:
-    """Of all layers. A value takes the bytes of the update's dtype.
-
-    values, in_half: per token, in float32 and in bfloat16, where transformers' norms keep float32 as well.
+    """values, in_half: per token, in float32 and in bfloat16, where transformers' norms keep float32 as well.
     fixed: whatever the tokens, such as experts summed with their adapters.
     """
 
@@ -90,8 +88,6 @@ def _forward(model: Policy, num_tokens: int) -> Kept:
 
 
 class _Attention(torch.autograd.Function):
-    """A kernel keeps queries, keys, values and its output, of which the output's matrix reads a copy."""
-
     @staticmethod
     def forward(ctx: Any, qkv_NSD: Tensor, num_heads: int) -> Tensor:
         attended_NA = qkv_NSD.new_empty(len(qkv_NSD), num_heads * qkv_NSD.shape[2])

@@ -1,12 +1,10 @@
 """Plans a run's memory on one device as a table of terms over shapes.
 
-    always    weights · optimizer · engine's copy · drafter     the device must hold
-    rollout   + caches · a step's tensors                  ───▶  the largest sum of a row
-    idle      + caches · the drafter's training
-    update    + gradients · activations · logits · gathered layers
-    save      + a layer on its way to the engine · a checkpoint's copy
-
-benchmarks/scale/memory.py compares the sums with the memory of real processes.
+always    weights · optimizer · engine's copy · drafter     the device must hold
+rollout   + caches · a step's tensors                  ───▶  the largest sum of a row
+idle      + caches · the drafter's training
+update    + gradients · activations · logits · gathered layers
+save      + a layer on its way to the engine · a checkpoint's copy
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """least: bytes of the smallest caches: for one response of full length, or rollout.kv_gib."""
+    """least: bytes of caches for one response of full length, or rollout.kv_gib."""
 
     terms: tuple[Term, ...]
     least: int
@@ -84,7 +82,6 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Returns the peak with the smallest caches."""
         least = {CACHES: self.least}
         terms = (replace(t, num_bytes=min(t.num_bytes, least.get(t.name, t.num_bytes))) for t in self.terms)
         return replace(self, terms=tuple(terms)).peak[1]
@@ -168,7 +165,6 @@ def _rollout(r: PlannedRun) -> Iterator[Term]:
 
 
 def captured_size(r: PlannedRun) -> int:
-    """Captured target features per position."""
     if r.drafter is None or not r.drafts_by_learned:
         return 0
     trains = r.config.drafter.train

@@ -85,12 +85,10 @@ class PlannedRun:
 
     @property
     def frozen(self) -> int:
-        """Bytes per weight beside LoRA's adapters."""
         return base_dtype(self.config).itemsize
 
     @property
     def computed(self) -> int:
-        """Bytes per activation of the update."""
         given = self.config.parallel.param_dtype
         return resolve_dtype(given).itemsize if given is not None and self.is_sharded else self.frozen
 
@@ -100,7 +98,6 @@ class PlannedRun:
 
     @property
     def num_responses(self) -> int:
-        """Responses of a step, or of an evaluation if that has more."""
         rollout, evaluation = self.config.rollout, self.config.evaluation
         step = rollout.problems_per_step * rollout.samples_per_problem
         return max(step, evaluation.num_problems * evaluation.num_samples)
@@ -121,7 +118,6 @@ class PlannedRun:
 
     @property
     def updates_by_rows(self) -> bool:
-        """Whether the update takes the engine's numbers."""
         return self.config.run.equal_rows and not self.is_gpu and not self.uses_vllm
 
     @property

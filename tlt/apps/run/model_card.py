@@ -79,9 +79,7 @@ class FinishedRun:
 
 
 def policy_card(run: FinishedRun, name: str, drafter: str | None, licence: str | None) -> str:
-    """name, drafter: repositories, OWNER/NAME.
-    licence: the base model's, which the policy keeps.
-    """
+    """licence: the base model's, which the policy keeps."""
     config = run.config
     data = _named(config.task.data)
     tags = [

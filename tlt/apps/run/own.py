@@ -36,10 +36,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class OwnRun:
-    """config: the choices and the user's values.
-    given: the user's values by key.
-    rows: some, with TLT's column names.
-    """
+    """rows: some, with TLT's column names."""
 
     config: Config
     choices: Choices
@@ -50,7 +47,6 @@ class OwnRun:
 def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     """Raises UserError where nothing scores the responses.
 
-    overrides: words `--section.key value`, among them model.path, and task.data or task.name.
     writes_reward: whether the caller writes the function `REWARD` where nothing else scores.
     """
     given = {".".join(override.keys): override.value for override in read_overrides(overrides)}

@@ -81,7 +81,6 @@ class Findings:
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
-    """Returns the exit code."""
     run, num_ranks, program = config.run, all_ranks(config), "tlt.training.loop:main"
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None

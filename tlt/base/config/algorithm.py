@@ -137,7 +137,6 @@ class AlgorithmSection(Section):
         return self
 
     def resolve(self, max_tokens: int) -> Algorithm:
-        """max_tokens: of the longest response."""
         published = ALGORITHMS[self.name]
         buffer = published.overlong_buffer_tokens * max_tokens // published.max_tokens
         given: dict[str, Any] = {field.name: getattr(self, field.name, None) for field in fields(Algorithm)}

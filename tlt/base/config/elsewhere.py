@@ -40,7 +40,6 @@ class Meant:
     is_whole: bool
 
     def told(self, ours: str) -> str:
-        """Returns the remedy. ours: our key, as it is written."""
         note = f" ({self.known.note})" if self.known.note else ""
         return f"{self.trainer}'s {self.name} is {ours} here{note}"
 
@@ -66,7 +65,6 @@ _SAME_LAST_PART = 3
 
 
 def _distance(wanted: str, name: str) -> int | None:
-    """Counts from 0; None: the names share no end."""
     last = wanted.rpartition(".")[2]
     if name == wanted:
         return 0

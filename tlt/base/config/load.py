@@ -4,8 +4,8 @@
 
 Paths: a relative path in a TOML file is taken from that file's folder if it exists there, else from the
 working directory. A relative path in an override, and `run.out_dir` always, is taken from the working
-directory. The resolved configuration holds absolute paths, so it means the same in every process and for
-`--resume`; a relative one in it is the name of a repository of the Hugging Face hub.
+directory. The resolved configuration holds absolute paths; a relative one in it names a repository of the
+hub.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _DEEP_KEY = re.compile(
 def load_config(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Returns the configuration in `source`, with `overrides` on top. Raises UserError for any mistake.
+    """Raises UserError for any mistake.
 
     source: a TOML file, the config.json of a run, a recipe's name such as "countdown", or a dict of sections.
     overrides: words of a command line, `--section.key value`, or {"section.key": value}.
@@ -150,8 +150,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _resolve(keys: Keys, text: str, folder: Path) -> str:
-    """An input is taken from `folder` if it exists there, else from the working directory; a name on the hub
-    and an empty text stay."""
+    """A name on the hub and an empty text stay."""
     if not text.strip():
         return text
     if keys in _PATH_KEYS:
@@ -190,7 +189,6 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_paths(named: Any, folder: Path) -> Any:
-    """What is no name, names or a mixture stays, to be refused later."""
     if isinstance(named, list):
         return [_with_paths(one, folder) for one in named]
     if isinstance(named, dict):
@@ -222,8 +220,6 @@ def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
 
 @dataclass(frozen=True)
 class Override:
-    """A value that replaces the file's."""
-
     place: str
     """How the user wrote the key, such as --run.seed."""
     keys: Keys

@@ -85,9 +85,7 @@ def _suggest(model: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str = "") -> str | None:
-    """Returns the remedy for an unknown key that another section or trainer has, else None.
-
-    dashes: what stands before a key.
+    """dashes: what stands before a key.
     near: the key of the same section that is spelled nearly so, or empty.
     """
     other = find_elsewhere(given)

@@ -78,5 +78,4 @@ class RolloutSection(EngineSection):
 
     @property
     def uses_references(self) -> bool:
-        """Whether drafts come from earlier responses drawn with the same noise."""
         return self.engine == "tlt" and may_use_references(self.speculation, self.tuner)

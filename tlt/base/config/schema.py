@@ -1,5 +1,4 @@
-"""The configuration of a run: sections of keys, each with its type, range, default and help text. load.py
-reads it."""
+"""The configuration of a run: sections of keys, each with its type, range, default and help text."""
 
 from __future__ import annotations
 
@@ -207,7 +206,6 @@ class OptimizerSection(Section):
 
     @property
     def depends_on_num_steps(self) -> bool:
-        """Whether another run.num_steps changes the learning rate of earlier steps."""
         return self.schedule != "constant"
 
 
@@ -323,7 +321,6 @@ class Config(Section):
             yield f"{what} but sampling.max_tokens only {limit}: lower it"
 
     def to_json(self) -> str:
-        """With every default resolved, for `from_json`."""
         return self.model_dump_json(indent=2) + "\n"
 
     @staticmethod

@@ -4,8 +4,7 @@
     file.parquet · folder · save_to_disk ── datasets ────────────────┼─▶ our names ─▶ (place, record)
     OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's cache ──┘
 
-Ranks and later runs read the cached JSONL (by commit, subset and split) without a network and without
-`datasets`.
+Ranks and later runs read the cached JSONL without a network and `datasets`.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ def _split_and_rows(source: DataSource) -> tuple[str | None, slice]:
 
 
 def names_rows(source: DataSource) -> bool:
-    """Whether a split may name rows, as train[:-64] does."""
     return not any((source.name / name).is_file() for name in _SAVED)
 
 

@@ -1,4 +1,4 @@
-"""The user's files: checked before work begins, read with line numbers, written whole or not at all.
+"""The user's files, written whole or not at all.
 
     write_atomically   a text file    temporary neighbour → flushed → renamed to its place
     replace_folder     a folder       temporary neighbour → every file in it flushed → renamed to its place
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def check_output_file(path: Path | None, option: str) -> None:
-    """Raises UserError, before any work, for an output that could not be written at the end."""
+    """Raises UserError for an output that could not be written at the end."""
     if path is None:
         return
     if path.is_dir():
@@ -53,7 +53,7 @@ def with_folder(path: Path) -> Path:
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Raises UserError, before any work, for an output folder that exists or cannot be made."""
+    """Raises UserError for an output folder that exists or cannot be made."""
     if path.exists() or path.is_symlink():
         raise UserError(f"{option}: {path} exists; give the name of a new folder")
     check_output_file(path, option)
@@ -120,7 +120,6 @@ def _neighbours(path: Path) -> tuple[Path, Path]:
 
 
 def check_replaceable(folder: Path, own: Sequence[str]) -> None:
-    """Raises UserError if the folder holds files that do not match `own`."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -228,7 +227,6 @@ def parse_json(text: str) -> Any:
 
 
 def has_lone_surrogate(value: Any) -> bool:
-    """False, too, for a value that JSON cannot hold at all: another mistake."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

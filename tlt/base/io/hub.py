@@ -1,4 +1,4 @@
-"""Finds models and datasets of the Hugging Face hub, at one commit, in the hub's cache or by download.
+"""Models and datasets of the Hugging Face hub, at one commit, from the cache or by download.
 
     "OWNER/NAME"[@REVISION] ── resolve_model ──▶ …/snapshots/COMMIT/  config.json · tokenizer · safetensors
 
@@ -85,8 +85,8 @@ class Repository:
 
 
 def resolve_model(name: str | Path) -> Path:
-    """Returns `name` if it is a path (which need not exist), else the hub's snapshot, downloaded if not
-    cached. Raises UserError where the hub refuses, and for a repository without safetensors."""
+    """Returns `name` if it is a path, which need not exist, else the hub's snapshot. Raises UserError where
+    the hub refuses, and for a repository without safetensors."""
     repository = _find(name)
     if repository is None:
         return Path(name)
@@ -166,7 +166,7 @@ def _interruptible(download: Callable[[], str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides huggingface_hub's warnings of retries: our one-line error tells when all fail."""
+    """Hides huggingface_hub's warnings of retries."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -178,7 +178,6 @@ def quiet() -> Iterator[None]:
 
 
 def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
-    """A log gets a line every `seconds` seconds instead of tqdm's bar."""
     from huggingface_hub.utils import tqdm
 
     class Lines(tqdm):

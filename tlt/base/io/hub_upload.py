@@ -26,8 +26,8 @@ class Upload:
 
 
 def files_of(folder: Path, own: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Returns the files that match `own` by relative path, and the names of all other entries. Those are
-    links, which may lead anywhere, README.md, which the card replaces, and foreign files."""
+    """Returns the files that match `own` by relative path, and the names of all other entries: links may lead
+    anywhere, and the card replaces README.md."""
     files: dict[str, Path] = {}
     others = []
     for path in sorted(folder.rglob("*")):

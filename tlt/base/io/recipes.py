@@ -1,7 +1,7 @@
 """The recipes that come with TLT.
 
 a wheel            tlt/_recipes/countdown/{quickstart.toml, headline.toml, base/, drafter/}
-the repository     recipes/countdown/…  and beside it the scripts that made model and drafter
+the repository     recipes/countdown/…
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _name(config: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Takes the names of `list_configs`. Raises UserError for other names."""
+    """Raises UserError for names that `list_configs` lacks."""
     recipe, _, variant = name.partition("/")
     config = _folder(recipe) / (f"{variant}.toml" if variant else CONFIG)
     if not config.is_file():

@@ -1,4 +1,4 @@
-"""Finds credentials in text before it is stored, and hides them in output.
+"""Finds credentials in text, and hides them.
 
     https://me:pass@host · ?api_key=… · Bearer … · hf_… · sk-… · ghp_… · AKIA… · the value of HF_TOKEN
 

@@ -123,7 +123,7 @@ def _say_lost(error: OSError, name: str = "stdout") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirects a stream to /dev/null: flushing its buffer would fail again at the interpreter's end."""
+    """Flushing the stream's buffer would fail again at the interpreter's end."""
     with contextlib.suppress(OSError):  # a stream without a descriptor has no rest
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -131,8 +131,7 @@ def discard(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens closed standard streams on /dev/null: the next opened file would get such a descriptor, and
-    libraries and child processes would print into it."""
+    """Else the next opened file gets such a descriptor, and libraries and child processes print into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

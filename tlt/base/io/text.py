@@ -1,4 +1,4 @@
-"""Foreign text made safe for a terminal and a log."""
+"""Foreign text made safe to print."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def visible(text: str) -> str:
 
 
 def visible_json(text: str) -> str:
-    """Escapes the same characters in JSON on one line; its value does not change."""
     if text.isprintable():
         return text
     return "".join(json.dumps(c)[1:-1] if category(c) in _HIDDEN else c for c in text)

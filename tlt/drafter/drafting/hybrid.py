@@ -20,7 +20,6 @@ from tlt.speculation.law.tree import chain
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
-    """The preferred kind comes first."""
     return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
 
 

@@ -5,8 +5,8 @@
                          └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
 Acceptance is learned for three cases: the reference has always agreed; it is read at the response's own
-position, where the noise is the same; or at another. Every new token is compared, drafted or not, so an
-unlikely case can recover.
+position, where the noise is the same; or at another. Every new token is compared, so an unlikely case can
+recover.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class ReferenceCursor:
         self.num_agreed, self.place = best
 
     def _agreement(self, tokens: Sequence[int]) -> int:
-        """Counts the last tokens that agree at the response's own position."""
         num = min(self.num_read, MAX_MATCH)
         if self.num_read > len(self.reference):
             return 0

@@ -68,7 +68,6 @@ FORMATS: Mapping[str, Format] = {
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: DescribedTarget, out: Path) -> None:
-    """Raises UserError if the format cannot hold the drafter."""
     check_format(drafter, name)
     tensors, described = lay_out(drafter, name, target)
     with replace_folder(out, (*DRAFTER_FILES, "README.md")) as folder:
@@ -131,8 +130,7 @@ def mismatch(drafter: StoredDrafter, target: DescribedTarget) -> str | None:
 
 
 def unequal_key_norms(drafter: StoredDrafter, name: str) -> str | None:
-    """Returns a warning for vLLM's CPU builds: 0.32 scales the context's keys of all layers by the first
-    layer's k_norm."""
+    """vLLM's CPU builds: 0.32 scales the context's keys of all layers by the first layer's k_norm."""
     if FORMATS[name].engine != "vLLM" or not isinstance(drafter.config, BlockShape):
         return None
     layers = range(drafter.config.layer.num_layers)

@@ -47,7 +47,7 @@ _UNREAD = "confidence_head."
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """about: facts about its origin, such as the policy's content hash and the preset.
+    """about: facts about its origin.
     counts_V: decayed counts of sampled tokens (vocabulary.py), or None.
     left_out: names of tensors that were not read.
     """
@@ -66,7 +66,6 @@ class StoredDrafter:
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy that the drafter was trained for."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 

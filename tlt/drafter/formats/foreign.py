@@ -1,13 +1,11 @@
 """Reads other trainers' drafter folders into our layout. No tensor is dropped in silence.
 
-    SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer.,
-                        often with a copy of the embedding and a bias of fc
-    SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer.,
-                        layer ids under eagle_config, one less than vLLM's
-    speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config;
-                        norm_before_residual is true where it is absent, as vLLM reads it
-
-Block drafters have the same tensors everywhere (block_folder.py).
+SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer.,
+                    often with a copy of the embedding and a bias of fc
+SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer.,
+                    layer ids under eagle_config, one less than vLLM's
+speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config;
+                    norm_before_residual is true where it is absent, as vLLM reads it
 """
 
 from __future__ import annotations

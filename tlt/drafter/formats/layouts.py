@@ -1,4 +1,4 @@
-"""The layouts in which other engines load a drafter."""
+"""The layouts in which engines load a drafter."""
 
 from __future__ import annotations
 

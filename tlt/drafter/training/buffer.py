@@ -67,7 +67,7 @@ class PackedBatch:
 
     captured_NF: columns of `training_capture`; on the target's device, all else on the CPU.
     weight_M: 1 where a pair predicts a response token, else 0.
-    num_captured: pairs whose features were captured while generating.
+    num_captured: pairs whose features were not recomputed.
     """
 
     token_ids_N: Tensor
@@ -165,7 +165,6 @@ class TrajectoryBuffer:
         self._carried = list(self.trajectories)
 
     def abandon(self) -> None:
-        """Restores the trajectories that the step started with."""
         self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
     def ready(self, policy_version: int) -> list[Trajectory]:

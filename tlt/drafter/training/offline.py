@@ -51,8 +51,7 @@ class OfflineSettings:
 
 @dataclass(frozen=True)
 class OfflineSummary:
-    """cpu_seconds: processor time.
-    acceptance: on a sample of the responses (measure.py); None: all prompts have one token only.
+    """acceptance: on a sample of the responses (measure.py); None: all prompts have one token only.
     coverage: share of the responses' tokens in the draft vocabulary.
     """
 
@@ -121,8 +120,7 @@ def measure_acceptance(
     rng: random.Random,
     token_ids: Tensor | None = None,
 ) -> float | None:
-    """None if no response can be measured. Raises FloatingPointError if the drafter's outputs are not
-    finite."""
+    """Raises FloatingPointError if the drafter's outputs are not finite."""
     counts = draw_counts(rollouts, _MEASURED_TOKENS, rng)
     if not counts:
         return None

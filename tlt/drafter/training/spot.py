@@ -1,4 +1,4 @@
-"""Drafter training in idle time (TLT, arXiv 2511.16665), in micro-steps, so that preemption is fast.
+"""Drafter training in idle time (TLT, arXiv 2511.16665), in micro-steps for fast preemption.
 
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
@@ -36,8 +36,6 @@ _FORGETTING = 0.2
 
 
 class MicroStepSize:
-    """Chooses the tokens of a micro-step, for one kind of work."""
-
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.seconds_per_token: float | None = None
@@ -68,7 +66,6 @@ class FeatureRecompute:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> bool:
-        """Returns whether the trajectory now has all its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(columns_1T, end, self.target.dtype)
@@ -199,7 +196,6 @@ class SpotTrainer:
         }
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Call it after the trainer's tensors were filled."""
         self.trainer.num_tokens = counters["num_tokens"]
         self.buffer.restore(counters["trajectories"])
         self.step_seconds = counters["step_seconds"]

@@ -92,7 +92,6 @@ class DrafterTrainer:
         return self.preset.loss(model, drafter_batch)
 
     def _target_head(self) -> Tensor:
-        """Cached until policy or vocabulary change."""
         source = _Source(self.target.version, self.target.head_VE, self.token_ids)
         if self._head is None or not source.is_same(self._head[0]):
             self._head = None  # not two copies at a time

@@ -218,7 +218,6 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Scaling | None]:
 
 
 def _yarn(rope: Fields, raw: Mapping[str, Any]) -> Yarn:
-    """As in transformers, mscale and mscale_all_dim together make the attention factor."""
     original = rope.integer("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
     factor = rope.number("factor")
     given = None if rope.raw.get("attention_factor") is None else rope.number("attention_factor")

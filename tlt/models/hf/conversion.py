@@ -1,4 +1,4 @@
-"""Names and layouts of a transformers module ↔ those of its checkpoints, by transformers' own table.
+"""Names and layouts of a transformers module ↔ its checkpoints', by transformers' table.
 
 module       model.layers.0.mlp.experts.gate_up_proj                     [experts, 2 × inner, hidden]
 checkpoint   model.layers.0.mlp.experts.0.gate_proj.weight, …            [inner, hidden] each
@@ -39,7 +39,6 @@ class SameNames:
         return read(sources.names[0])
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each tensor is converted by itself."""
         return dict(tensors)
 
 
@@ -85,8 +84,6 @@ class Conversion(SameNames):
 
 
 class TextPart(SameNames):
-    """inner: conversion of the text model."""
-
     def __init__(self, inner: SameNames) -> None:
         self.inner = inner
 

@@ -82,7 +82,6 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def _are_one_matrix(tensors: Mapping[str, Tensor]) -> bool:
-    """Compares a sample of rows of embedding and head."""
     if HEAD not in tensors:
         return False
     embedding, head = (tensors[name][:4096] for name in (EMBEDDING, HEAD))

@@ -1,4 +1,4 @@
-"""Calls functions in a process of limited memory and time, which a chat template may use up.
+"""Calls functions in a process of limited memory and time.
 
 call_limited ─▶ pipe: function, arguments ─▶ serve ─▶ pipe: the result, or the exception that was raised
 """

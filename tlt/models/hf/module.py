@@ -1,4 +1,4 @@
-"""The shape and tensors of a causal language model in this process: a trainer's policy beside the engine."""
+"""A causal language model of this process as an engine's policy."""
 
 from __future__ import annotations
 

@@ -223,7 +223,6 @@ def _expected_shapes(file: Path, config: ModelConfig, lora: LoraSection) -> dict
 
 
 def _may_leave_out(file: Path, said: Mapping[str, Any]) -> bool:
-    """Whether the adapter names its matrices by a pattern, paths or layers."""
     given = said.get("target_modules")
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         return any("." in name for name in given) or said.get("layers_to_transform") is not None

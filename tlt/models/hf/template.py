@@ -26,12 +26,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateRefusal(Exception):
-    """Says in one line why a chat template cannot be read, or refuses messages."""
+    """Says why a chat template cannot be read, or refuses messages."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """special: the tokenizer's special tokens by name, such as bos_token."""
+    """special: special tokens by name, such as bos_token."""
 
     text: str
     special: Mapping[str, str] = field(default_factory=dict)

@@ -3,8 +3,7 @@
     config.json  {vision_config, text_config, …}   ─▶ the text model's own
     model.language_model.layers.0.…  lm_head.…     ─▶ model.layers.0.…  lm_head.…    others are carried along
 
-With text alone, Qwen's three position ids of a token are equal: the text parts of Qwen2-VL to Qwen3-VL are
-Qwen2 and Qwen3.
+With text alone, Qwen's three position ids of a token are equal: the text parts are Qwen2 and Qwen3.
 """
 
 from __future__ import annotations

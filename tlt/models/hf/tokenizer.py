@@ -289,7 +289,6 @@ def _read(path: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _with_stop_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Joins `read_stop_ids`, the tokenizer's own end, and the token after an answer in the chat template."""
     eos = tokenizer.hf.eos_token
     own = None if eos is None else tokenizer.backend.token_to_id(eos)
     end, unknown_end = None, ""
@@ -307,7 +306,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Raises TemplateRefusal if the template does not write the chat that asks it."""
+    """Raises TemplateRefusal."""
     if not tokenizer.has_template:
         return None
     answer = "0123456789"

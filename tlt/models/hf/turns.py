@@ -76,8 +76,6 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy."""
-
     message: Message
     calls: tuple[Call, ...] = ()
 

@@ -262,12 +262,11 @@ def save_model(
     max_shard_bytes: int = 5_000_000_000,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint for `load_tensors` and transformers, whole or not at all. One writer at a time.
+    """Writes a checkpoint whole or not at all. One writer at a time.
 
     tensors: a lazy mapping is read one shard at a time.
     source: the original checkpoint, whose tokenizer, chat template, generation config and unchanged keys of
         config.json are copied; None: nothing is.
-    extra: further keys of config.json.
 
     Raises UserError for a folder that holds anything but a checkpoint, and for weights that are not finite.
     """
@@ -370,7 +369,7 @@ def _write_tensors(
 
 
 class Carried(Mapping[str, Tensor]):
-    """A checkpoint's tensors outside its text part, as stored, read on access."""
+    """The tensors outside the text part, as stored, read on access."""
 
     def __init__(self, origin: Path) -> None:
         stored = _stored_tensors(_weight_files(origin))

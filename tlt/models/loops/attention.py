@@ -165,8 +165,6 @@ class Packed(CompiledAttention):
 
 
 class Rows(NamedTuple):
-    """copies: rows that are stored for another sequence."""
-
     queries: list[tuple[int, ...]]
     copies: list[tuple[int, ...]]
 
@@ -203,5 +201,4 @@ def _rows_of_families(
 
 
 def _parts(count: int) -> Iterator[tuple[int, int]]:
-    """(first, number) of the items' tokens."""
     return ((i, min(TOKENS_AT_ONCE, count - i)) for i in range(0, count, TOKENS_AT_ONCE))

@@ -35,7 +35,6 @@ def load() -> Loops | None:
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """attention.py; None: PyTorch attends."""
     if device.type != "cpu" or (loops := load()) is None:
         return None
     return loops.attention if dtype in loops.products.PRODUCT_DTYPES else None

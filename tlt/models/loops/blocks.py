@@ -161,7 +161,6 @@ def _block(is_bfloat16: bool) -> Any:
 def _generate_block(
     builder: Any, num_rows: int, num_panels: int, values: list[Any], is_bfloat16: bool
 ) -> None:
-    """A step reads a word of every row, and 16 words of every panel."""
     x, x_stride, weights, num_steps, out, stride, adds = values
     blocks = range(num_rows), range(num_panels)
 

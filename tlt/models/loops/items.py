@@ -142,7 +142,6 @@ def _floats(address, size):  # type: ignore
 
 @njit(inline="always")
 def _width(dim):  # type: ignore
-    """Numbers of a query in `sums`: the head's, rounded up to whole panels."""
     return (dim + _LANES - _1) // _LANES * _LANES
 
 
@@ -227,7 +226,6 @@ def _attend_keys(call, source, tokens, start, count, group, work):  # type: igno
 
 @njit(inline="always")
 def _multiply(call, x, num_rows, num_in, panels, num_out, out, adds):  # type: ignore
-    """x, out: (array, numbers from row to row)."""
     rows, into = (x[0].ctypes.data, x[1]), (out[0].ctypes.data, out[1])
     weights, num_panels = (panels.ctypes.data, call.multiply), (num_out + _LANES - _1) // _LANES
     multiply_panels(rows, num_rows, num_in, weights, 0, num_panels, into, adds)
@@ -288,7 +286,6 @@ def _first_start(call, at, num_new):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _hide(call, scores, num_queries, group, count, at, start):  # type: ignore
-    """Adds the mask; scores beyond the last key become -inf."""
     columns = int64_at(call.columns)
     for query in range(num_queries):
         token, seen = at + query // group, count

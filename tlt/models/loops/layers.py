@@ -4,8 +4,7 @@ arithmetic.
     x ─▶ [ norm ─▶ qkv ─▶ rotate, store, attend ─▶ add
            norm ─▶ gate, up, silu ─▶ down, add ]  × layers ─▶ norm
 
-A row's bits depend on that row and its keys alone (products.py, attention.py). Between products numbers are
-float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
+Between products numbers are float32; with weights in bfloat16 a product reads its inputs rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class LayerWeights(Protocol):
 
 
 def fills_panels(config: Sizes) -> bool:
-    """Whether no panel of the layers is padded, so that they run in one call."""
+    """Whether no panel of the layers is padded."""
     sizes = (config.hidden_size, config.intermediate_size, config.num_qkv * config.head_dim)
     return all(size % LANES == 0 for size in sizes)
 
@@ -156,8 +155,7 @@ class CompiledLayers:
     def prepare(
         self, num_tokens: int, given: Mapping[str, int], attend: CompiledAttention, num_threads: int
     ) -> tuple[Any, Tensor]:
-        """Returns the record of a run that captures nothing, and memory for it. given: the caller's
-        numbers."""
+        """Returns the record of a run that captures nothing, and memory for it."""
         if self.table_LC is None:
             self._fill_table()
         c, table_LC = self.config, self.table_LC

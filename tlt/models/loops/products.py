@@ -4,9 +4,8 @@
     a block of rows × panels stays in registers: for each input i, sums[row, panel] += x[row, i] · W[panel, i]
 
 An output is the sum of its products in the order of the inputs, in float32, each added by one rounding (fma),
-whatever rows and panels are computed with it and by however many threads: its bits depend on its own row
-alone. In bfloat16, inputs and weights go in pairs, which some processors add by one instruction, some even 16
-pairs (tiles.py).
+by however many threads: its bits depend on its own row alone. In bfloat16, inputs and weights go in pairs,
+which some processors add by one instruction, some even 16 pairs (tiles.py).
 """
 
 from __future__ import annotations

@@ -264,7 +264,6 @@ def _attend_part(call, attend, layers, at, stage, item, work, like):  # type: ig
 
 @njit(nogil=True, cache=True)
 def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
-    """Normalizes a query or key where the model does, and rotates it (rope.py)."""
     dim, half = attend.head_dim, attend.head_dim // _U64(2)
     vector = token * (attend.num_heads + _U64(2) * attend.num_kv_heads) + head
     if gains:
@@ -280,7 +279,7 @@ def _rotate(call, attend, qkv, gains, token, head):  # type: ignore
 
 @njit(inline="always")
 def _add_part(call, x, stride, num_in, weights, part, like):  # type: ignore
-    """Adds a product to the residual stream. stride: numbers of x from row to row."""
+    """stride: numbers of x from row to row."""
     first, end = share(call, part, call.hidden // LANES)
     matrix, out = (weights, call.multiply, like), (call.x, call.hidden)
     multiply_float32((x, stride), call.num_tokens, num_in, matrix, first, end, out, 1)

@@ -37,7 +37,6 @@ _SUMS = ir.VectorType(ir.FloatType(), SIDE)
 
 @cache
 def are_there() -> bool:
-    """Whether the processor has tiles, and lets this process use them."""
     if not {"+amx-tile", "+amx-bf16"} <= FEATURES:
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILES) == 0)
@@ -197,7 +196,7 @@ def _generate_block(builder: Any, num_tiles: int, num_panels: int, values: list[
 
 
 def _fetch(builder: Any, address: Any) -> None:
-    """Into the second cache. An address may lie beyond all weights."""
+    """An address may lie beyond all weights."""
     kind = ir.FunctionType(ir.VoidType(), [address.type, *[_I32] * 3])
     prefetch = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
         builder.module, kind, "llvm.prefetch.p0"

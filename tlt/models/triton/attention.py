@@ -5,7 +5,7 @@
       1805.02867) ─▶ sums of weights and of weighted values, both by the instruction that multiplies matrices
 
 Keys come in the order of positions, also on a tree's path: only then are they summed as a chain's are. All
-sums are that instruction's, along keys; all else is a maximum. So the number of queries in a program is free.
+sums are that instruction's, so the number of queries in a program is free.
 """
 
 from __future__ import annotations

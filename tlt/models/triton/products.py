@@ -7,9 +7,9 @@ An output is one chain of sums along K: no two programs share it, and neither BL
 follows the number of rows.
 
 All tiles have two warps. With four, Triton multiplies tiles of 64 rows by wgmma and smaller ones by mma.sync,
-and no document says that both round alike. With two, bfloat16 is mma.sync m16n8k16 at every number of rows,
-float32 one fused multiply-add per element of K: tests/vllm/test_equal_rows.py reads the compiled code. Relied
-on is that the 16 rows of an mma.sync are computed alike.
+which may round otherwise. With two, bfloat16 is mma.sync m16n8k16 at every number of rows, float32 one fused
+multiply-add per element of K: tests/vllm/test_equal_rows.py reads the compiled code. Relied on is that the 16
+rows of an mma.sync are computed alike.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
                optionally `get_reward() -> float` and `respond(messages) -> str | None`
     respond    a function of the messages so far, for turns without a call; None ends the response
 
-An instance is a value: it is pickled after every call and loaded before the next, in any worker, on any rank,
-in a later attempt. Its class can say how (`__getstate__`). What it draws from Python's and NumPy's generators
-is a function of its problem and of how often it was asked. Workers run the code here.
+An instance is a value: it is pickled after every call and loaded before the next, in any worker
+(docs/environments.md). What it draws from Python's and NumPy's generators is a function of its problem and of
+how often it was asked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Ask(NamedTuple):
 
 class Answer(NamedTuple):
     """text: what it says; None: nothing, which ends the response (`respond`) or adds nothing (`observe`).
-    failure: why the environment itself cannot go on; a failed call is an error that the policy reads.
+    failure: why the environment itself cannot go on.
     """
 
     text: str | None
@@ -126,7 +126,6 @@ class Environments:
 
     @property
     def speaks(self) -> bool:
-        """Whether an environment answers turns without a call."""
         own = [callable(getattr(factory, "respond", None)) for factory in self.factories.values()]
         return self.respond is not None or any(own)
 
@@ -177,7 +176,6 @@ class Environments:
             raise ToolError(hide(one_line(error, 300))) from None
 
     def _instance(self, ask: Ask) -> tuple[Any, Any]:
-        """Returns the environment, and what its reset said."""
         if ask.state:
             return read_instance(ask.state), None
         seed_generators(ask.row, 0)
@@ -216,7 +214,6 @@ def say_error(what: str) -> str:
 
 
 def write_state(number: int, instance: Any) -> str:
-    """number: of questions so far."""
     return "" if instance is None else f"{number}:{dump(instance)}"
 
 

@@ -1,7 +1,5 @@
-"""Environments on an OpenEnv server, where an action and an observation have a text each.
-
-    environment.factory = "tlt.tasks.environments.openenv:Client"
-    {"base_url": "http://127.0.0.1:8000", "action": "message", "observation": "text", "seed": 3}
+"""Environments on an OpenEnv server, where an action and an observation have a text each
+(docs/environments.md).
 
 A session lasts for one question: it begins with the seed, and is told again what the policy has said. Any
 worker can go on, and the server needs only a session for each.

@@ -56,7 +56,6 @@ class EnvironmentPool(Generic[Key]):
         self._crew.put(job)
 
     def tell(self, key: Key, answer: Answer) -> None:
-        """Gives an answer that needs no worker."""
         job = self._pending[key] = _Job(key, Ask("call", {}), time.monotonic())
         self._crew.tell(job, answer)
 

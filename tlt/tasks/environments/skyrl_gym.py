@@ -1,10 +1,5 @@
-"""Environments of skyrl-gym, whose rows are SkyRL's.
-
-    environment.factory = "tlt.tasks.environments.skyrl_gym:Env"
-    {"env_class": "gsm8k_multi_turn", "prompt": […], "reward_spec": {"ground_truth": "7"}, …}
-
-A connection that an environment holds must survive pickling between turns.
-"""
+"""Environments of skyrl-gym, whose rows are SkyRL's (docs/environments.md). A connection that an environment
+holds must survive pickling between turns."""
 
 from __future__ import annotations
 

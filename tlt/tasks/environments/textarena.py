@@ -1,8 +1,4 @@
-"""Games of textarena for one player.
-
-environment.factory = "tlt.tasks.environments.textarena:Game"
-{"game": "GuessTheNumber-v0", "seed": 3, "options": {"max_turns": 6}}
-"""
+"""Games of textarena for one player (docs/environments.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Conversations of verifiers (`verifiers.v1`, 0.4), in which an environment's `run` talks to the policy.
 
-    --task.name verifiers:my-taskset --environment.factory tlt.tasks.environments.verifiers:Env
-
     run()  ── await interaction.turn("…") ──▶ what the policy reads
            ◀── its reply ───────────────────┘
 

@@ -147,7 +147,6 @@ class RewardPool:
             self._crew.tell(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
 
     def complete(self, group: Sequence[ResponseId]) -> None:
-        """Queues a submitted group for the reward functions."""
         if self.by_group:
             responses = tuple(self._pending[response_id].response for response_id in group)
             self._queue(Job(tuple(group), Call(responses, True)))

@@ -73,8 +73,6 @@ class Completion:
 
 
 class Call(NamedTuple):
-    """One response for the task's own score, or a group for all reward functions."""
-
     responses: tuple[Completion, ...]
     is_group: bool
 
@@ -84,8 +82,6 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """As transformers' TrainerState, which reward functions get."""
-
     global_step: int
 
 
@@ -121,7 +117,7 @@ class Unscorable(Exception):
 class Scorer:
     """Raises UserError for an unknown task or function.
 
-    Coroutines share an event loop that lives as long as the scorer: clients keep their connections.
+    Coroutines share one event loop: clients keep their connections.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -166,7 +162,6 @@ class Scorer:
         return [self.combine(*parts) for parts in zip(own, of_functions, group, strict=True)]
 
     def answer(self, call: Call) -> list[Reward]:
-        """Returns a part of each reward; `combine` joins the parts."""
         try:
             if call.is_group:
                 return self._score_by_functions(call.responses)

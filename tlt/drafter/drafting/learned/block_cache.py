@@ -4,7 +4,7 @@
     context            0 1 2 ... n-2   made of the target's captured features, and kept
     block                              n-1, n, n+1, …   written behind the context, overwritten by the next
 
-A level is a slot of the block; one pass gives the logits of all.
+A level is a slot of the block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the cache that a drafter's form needs."""
+"""Makes a drafter's cache."""
 
 from __future__ import annotations
 

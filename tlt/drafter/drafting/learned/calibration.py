@@ -1,4 +1,4 @@
-"""Two estimates learned from verifications, which affect speed alone.
+"""Two estimates, which affect speed alone.
 
 Calibration    how likely a drafted candidate is to be accepted
 TauSearch      the coupling temperature to rank candidates with
@@ -99,7 +99,6 @@ class Calibration:
             self._refresh()
 
     def age(self, keep: float = 0.5) -> None:
-        """Shrinks evidence about an older drafter or target."""
         for cell, prior in enumerate(self.prior):
             self.seen[cell] = _PRIOR_COUNT + keep * (self.seen[cell] - _PRIOR_COUNT)
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)

@@ -2,9 +2,8 @@
 
     a level   read ─▶ fc ─▶ stream ─▶ [ the layer: loops/stages.py ] ─▶ output ─▶ head ─▶ choose
 
-Level 0 reads the pairs that every sequence misses, the others the token chosen last. Items of the first and
-last stage are sequences, of the others equal shares of rows or of panels. In bfloat16, numbers are rounded
-where `eagle.py`, `drafter.py` and `pair_cache.py`, the reference, have tensors.
+Level 0 reads the pairs that every sequence misses, the others the token chosen last. In bfloat16, numbers are
+rounded where `eagle.py`, `drafter.py` and `pair_cache.py`, the reference, have tensors.
 """
 
 from __future__ import annotations
@@ -151,7 +150,6 @@ def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
 
 @njit(inline="always")
 def _width(draft):  # type: ignore
-    """Logits of a row, padding included."""
     return (draft.num_draft + LANES - 1) // LANES * LANES
 
 
@@ -286,7 +284,6 @@ def _output(draft, call, level, part, like):  # type: ignore
 
 @njit(nogil=True, cache=True)
 def _choose(draft, level, row, work, like):  # type: ignore
-    """Takes the largest log q / tau + noise, the first of equals."""
     words, scores = work
     keys, at = int64_at(draft.keys), 4 * row
     key = _U32(keys[_U64(at)]), _U32(keys[_U64(at + 1)]), _U32(keys[_U64(at + 2)]), _U32(keys[_U64(at + 3)])

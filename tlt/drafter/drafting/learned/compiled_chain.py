@@ -138,7 +138,6 @@ class CompiledChain:
         return by_pair | dict.fromkeys(outputs, num_rows * E)
 
     def _place_fc(self, addresses: dict[str, int], depth: int) -> dict[str, int]:
-        """EAGLE's fc makes the residual stream of pairs, EAGLE-3's the hidden halves of the missing pairs."""
         E, fc_size = self.model.config.layer.hidden_size, self.model.config.fc_size
         into_pair = addresses["pair"] + 4 * E
         if self._is_eagle:
@@ -152,8 +151,6 @@ class CompiledChain:
     def _rope(
         self, missing: Missing, counts: Sequence[int], depth: int
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """Returns rotary rows, of all positions where there is such a table, and where each sequence's
-        begin."""
         begins, rope = list(map(add, missing.firsts, missing.starts)), self.model.rope
         if rope.table is not None:
             return dict(zip(("cos_rows", "sin_rows"), rope.table, strict=True)), begins

@@ -53,7 +53,7 @@ class ParkedDraft:
 
 
 class DraftCache(ABC):
-    """captured_size: width of the features at a position, including those that only training needs.
+    """captured_size: width of a position's features, those for training included.
     window: positions per sequence whose features are kept.
     spare: columns behind a sequence's entries, for the drafts.
     least: entries from which on `restart` reads a sequence.
@@ -93,7 +93,6 @@ class DraftCache(ABC):
         self.firsts[slot] = self.counts[slot] = 0
 
     def forget(self) -> None:
-        """Has the cache computed again from the kept features."""
         self.counts = [0] * len(self.counts)
 
     def move(self, source: int, target: int) -> None:
@@ -173,6 +172,5 @@ class DraftCache(ABC):
             self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
 
     def positions(self, columns_BT: Tensor, offsets_B1: Tensor | None) -> Tensor:
-        """Positions are flat, and clamped to max_positions."""
         positions_BT = columns_BT if offsets_B1 is None else columns_BT + offsets_B1
         return positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)

@@ -1,12 +1,9 @@
-"""The learned drafter: ranks candidates and makes chains and trees of them (EAGLE, arXiv 2401.15077; EAGLE-2,
-arXiv 2406.16858).
+"""The learned drafter: chains and trees of ranked candidates (EAGLE, arXiv 2401.15077; EAGLE-2, arXiv
+2406.16858).
 
     committed tokens, read ─▶ logits of a level ─▶ scores of the candidates ─▶ the best
     (draft_cache.py)              ▲                                              │
                                   └──────────── drafted tokens ◀─────────────────┘
-
-The next level's logits come from a pass over the drafted tokens (pair_cache.py) or from a block's next slot
-(block_cache.py).
 """
 
 from __future__ import annotations
@@ -190,7 +187,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return self._chain(start) if strategy.width == 1 else self._tree(start)
 
     def _depth(self, strategy: Strategy) -> int:
-        """Strategies of the hybrid may be deeper than the drafter's block."""
         return min(strategy.depth, self.model.config.max_depth)
 
     def _rank(self, scaled_BTV: Tensor, noise_BV: Tensor) -> Tensor:
@@ -256,7 +252,6 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return torch.cat(tokens, dim=1), *guesses
 
     def _replay_chain(self, start: _Start, depth: int) -> tuple[Tensor, ...] | None:
-        """None: no graph can be replayed."""
         levels, noise, pairs = start.levels, start.noise.levels, self.draft_cache
         if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
             return None

@@ -3,8 +3,8 @@ response.
 
     a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
 
-Without speculation features must cost nothing, so `write` queues tensors and many steps are copied at once.
-F: size of a feature, C: columns of the ring.
+Without speculation features must cost nothing, so many steps are copied at once. F: size of a feature, C:
+columns of the ring.
 """
 
 from __future__ import annotations

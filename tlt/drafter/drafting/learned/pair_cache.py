@@ -10,10 +10,6 @@
                        └ caught up ┘
 
 The target has not read drafted tokens, so output t stands in for feature t+1.
-
-    last output ─▶ logits, ranked (drafter.py) ─▶ the drafted token
-        ▲                                             │
-        └──── (drafted token, last output) is read ◀──┘
 """
 
 from __future__ import annotations

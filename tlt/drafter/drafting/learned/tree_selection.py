@@ -1,4 +1,4 @@
-"""Selects a draft tree from the pool of all drafted candidates (EAGLE-2, arXiv 2406.16858)."""
+"""Selects a draft tree among all candidates (EAGLE-2, arXiv 2406.16858)."""
 
 from __future__ import annotations
 

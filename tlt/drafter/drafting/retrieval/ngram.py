@@ -1,4 +1,4 @@
-"""Retrieval, drafting without a model: the tokens that followed where the last tokens occurred before.
+"""Retrieval: drafts are the tokens that followed where the last tokens occurred before.
 
 problem ─▶ texts: this sequence, other samples of its prompt, the prompt's responses of earlier epochs
              └─ the last 10 or 4 tokens ─▶ their latest occurrences ─▶ longest match backwards
@@ -136,7 +136,6 @@ class NgramDrafter(Drafter[NgramProposal]):
     # ── drafting ────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
-        """Returns the chance of acceptance to depth 1, 2, … `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
         num_found = min(retrieved.depth, depth)
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)

@@ -1,5 +1,5 @@
 """References: responses drawn before with the noise of a request. They come from the last evaluation, the
-policy of one update ago, or a file (`tlt generate --references`). With the same noise hardly a token differs.
+policy of one update ago, or a file (`tlt generate --references`).
 """
 
 from __future__ import annotations

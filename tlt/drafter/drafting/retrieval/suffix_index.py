@@ -1,4 +1,4 @@
-"""An index of the texts of one problem, which finds where the last tokens of a text occurred before.
+"""An index of one problem's texts, which finds where the last tokens occurred before.
 
 anchor: the last 10 or 4 tokens ─▶ its latest occurrences ─▶ how far each matches backwards
 """
@@ -145,7 +145,6 @@ class SuffixIndex:
         return [(len(self._prompts.get(text, ())), stored.tolist()) for text, stored in ended]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Returns (length of the match, text, position after it)."""
         if self._unread:
             self._read()
         ending = array(_TOKEN, tokens[-MAX_MATCH:])
