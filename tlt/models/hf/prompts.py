@@ -49,9 +49,9 @@ def encode_prompts(
     longest: int | None = None,
     known: Sequence[Sequence[int]] | None = None,
 ) -> list[EncodedPrompt]:
-    """records: with their places, such as "file:line". Raises UserError for a repeated problem_id, and for a
-        prompt that the model cannot read.
+    """Raises UserError for a repeated problem_id, and for a prompt that the model cannot read.
 
+    records: with their places, such as "file:line".
     longest: longer prompts are left out.
     known: token ids by record, encoded earlier; empty: left out.
     """

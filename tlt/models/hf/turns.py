@@ -89,8 +89,8 @@ class TurnWriter:
     day: date | None = None
 
     def check(self, calls: bool) -> None:
-        """Raises UserError if the template cannot write a turn between two of the policy, or writes `calls`
-        in an unknown way."""
+        """Raises UserError if the template cannot write a turn between two of the policy, or how it writes
+        calls is unknown. calls: whether there are tools."""
         if not self.tokenizer.has_template:
             path = self.tokenizer.path
             raise UserError(
