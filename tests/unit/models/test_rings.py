@@ -26,8 +26,12 @@ def make_requests() -> list[Request]:
     """Texts of up to 400 tokens; samples of one prompt, and prompts read in parts."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(4, VOCAB) for _ in range(length)) for length in (3, 130, 260)]
-    params = (SamplingParams(temperature=0.0, max_tokens=140), SamplingParams(max_tokens=140))
-    return [Request(f"p{i}", s, prompts[i], params[s]) for i in range(3) for s in range(2)]
+    lengths = (60, 60, 140)
+    return [
+        Request(f"p{i}", s, prompts[i], SamplingParams(temperature, max_tokens=lengths[i]))
+        for i in range(3)
+        for s, temperature in enumerate((0.0, 1.0))
+    ]
 
 
 @pytest.fixture

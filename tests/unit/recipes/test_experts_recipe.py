@@ -55,7 +55,7 @@ def test_the_model_solves_puzzles_and_drafts_change_no_token() -> None:
     tokens = []
     for speculation, drafter in modes.items():
         engine = tlt.Engine.from_pretrained(BASE, drafter=drafter, dtype="float64", speculation=speculation)
-        found = engine.generate(PROBLEMS, samples=2, max_tokens=48, seed=3)
+        found = engine.generate(PROBLEMS, samples=1, max_tokens=48, seed=3)
         tokens.append([response.token_ids for response in found])
         if drafter is not None:
             assert engine.stats.accept_length > 2, "a drafter that knows the model"
