@@ -47,7 +47,7 @@ from tlt.base.io.files import dumps, write_atomically
 from tlt.base.types import Rollout
 from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.update.logprobs import response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 HISTORY = Path(__file__).with_name("history.jsonl")
 CHAIN = "4x1x4"

@@ -44,9 +44,9 @@ from tlt.models.attention import PackedCausal
 from tlt.models.hf.config import config_to_hf
 from tlt.models.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.packed import PackedTransformer
+from tlt.training.build.layout import device_of, engine_dtype
 from tlt.training.build.policy import master_dtype
 from tlt.training.build.problems import load_problems
-from tlt.training.build.world import device_of, engine_dtype
 
 NUM_PROMPTS, NUM_TOKENS = 8, 16
 """Prompts, and greedy tokens of each response, that are compared."""

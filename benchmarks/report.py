@@ -13,7 +13,7 @@ from benchmarks.tables import table as table
 from tlt.base.config.mistakes import validate
 from tlt.base.config.schema import Config
 from tlt.base.io.files import dumps, with_folder, write_atomically
-from tlt.training.report.environment import environment as environment
+from tlt.training.report.versions import environment as environment
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""

@@ -21,10 +21,10 @@ from tlt.engine.build.engine import build_backend, build_engine, load_stored_dra
 from tlt.engine.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.models.hf.families import load_model_config
 from tlt.models.target import Target
+from tlt.training.build.layout import device_of
 from tlt.training.build.policy import master_dtype
 from tlt.training.build.problems import load_problems, problems_of_step
 from tlt.training.build.run_engine import engine_settings
-from tlt.training.build.world import device_of
 
 
 class Subject:

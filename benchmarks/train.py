@@ -36,7 +36,7 @@ from tlt.apps.run.start import pin, preflight
 from tlt.base.config.load import load_config
 from tlt.base.config.schema import Config
 from tlt.base.types import UserError
-from tlt.training.build.world import join_ranks
+from tlt.training.build.layout import join_ranks
 from tlt.training.loop import advance
 from tlt.training.ranks.world import World, any_rank, gather_objects, shutdown
 from tlt.training.report.console import Console

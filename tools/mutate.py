@@ -33,7 +33,7 @@ MODELS = tuple(f"tlt/models/{name}.py" for name in ("decoder", "packed", "attent
 
 ROOMS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "journal": (["tlt/training/saved/journal.py"], ["tests/unit/training/saved/test_journal.py"]),
-    "rewards": (["tlt/tasks/equal.py", "tlt/tasks/rewards/scoring.py"], ["tests/unit/tasks"]),
+    "rewards": (["tlt/tasks/equivalence.py", "tlt/tasks/rewards/scoring.py"], ["tests/unit/tasks"]),
     "update": (["tlt/training/update"], ["tests/unit/training/update"]),
     "rollout": (["tlt/training/rollout"], ["tests/unit/training/rollout"]),
     "law": (["tlt/speculation/law"], [LAW]),

@@ -22,7 +22,7 @@ from benchmarks.subject import plan_subject
 from benchmarks.train_report import phase_seconds, read_spans
 from tlt.apps.plan.memory import ALWAYS, MemoryPlan, plan_memory
 from tlt.base.config.schema import Config
-from tlt.training.build.world import join_ranks
+from tlt.training.build.layout import join_ranks
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import advance
 from tlt.training.ranks.world import shutdown

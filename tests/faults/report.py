@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.base.io.files import dumps, with_folder
-from tlt.training.report.environment import environment
+from tlt.training.report.versions import environment
 
 Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
 """Title, text, and the table's columns and rows."""

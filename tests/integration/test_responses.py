@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE, records
-from tlt.training.saved.responses import kept_by
+from tlt.training.saved.kept_responses import kept_by
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 

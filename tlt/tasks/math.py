@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from tlt.base.io.files import Record, read_jsonl
 from tlt.base.types import UserError
 from tlt.tasks.answers import Search, find_answer
-from tlt.tasks.equal import is_equal, require_math_verify
+from tlt.tasks.equivalence import is_equal, require_math_verify
 from tlt.tasks.exact import ExactTask, check_columns
 from tlt.tasks.numbers import gold_text
 from tlt.tasks.splits import check_split, digest, split_of

@@ -19,10 +19,9 @@ from tlt.base.records import IdleUse
 from tlt.base.spans import SpanName
 from tlt.base.types import Request, UserError
 from tlt.tasks.rewards.pool import check_scorable, describe_constant
+from tlt.training.build.layout import join_ranks
 from tlt.training.build.problems import problems_of_step, spare_problems
-from tlt.training.build.world import join_ranks
 from tlt.training.evaluate import evaluate, settle_best
-from tlt.training.products import write_evaluation, write_products
 from tlt.training.ranks.store import share_stop
 from tlt.training.ranks.waiting import naming_absent_ranks, on_leader
 from tlt.training.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
@@ -35,6 +34,7 @@ from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import NO_AHEAD, Ahead
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run
+from tlt.training.run_products import write_evaluation, write_products
 from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.saved.run_folder import explain_os_error
 from tlt.training.speedup import measure_speedup

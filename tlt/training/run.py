@@ -21,23 +21,23 @@ from tlt.models.hf.peft import save_adapter
 from tlt.models.hf.weights import save_model
 from tlt.models.packed import layer_by_layer
 from tlt.tasks.rewards.pool import RewardPool
-from tlt.training.build.data import read_run_data
 from tlt.training.build.environment import build_between_turns
-from tlt.training.build.files import Attempt, open_files
+from tlt.training.build.layout import layout_of
 from tlt.training.build.models import build_models
 from tlt.training.build.policy import master_dtype, reward_spec, saved_dtype
 from tlt.training.build.problems import chat_format, check_same_problems
-from tlt.training.build.world import layout_of
+from tlt.training.build.run_data import read_run_data
+from tlt.training.build.run_files import Attempt, open_files
 from tlt.training.launch.signals import STOPPING
 from tlt.training.ranks.sharding import FullTensors, full_tensor
 from tlt.training.ranks.waiting import on_all_ranks, on_leader
 from tlt.training.ranks.world import World, broadcast_json, gather_objects
 from tlt.training.report.console import Console
-from tlt.training.report.environment import append_environment
 from tlt.training.report.log import LOG
 from tlt.training.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.training.report.trackers import TrackedRun
 from tlt.training.report.tracking import NO_TRACKING, Tracking, track
+from tlt.training.report.versions import append_environment
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.result import PhaseResult
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 class Run:
     """One run on one rank, as its last checkpoint left it.
 
-        data      what it learns from    build/data.py      the preflight reads it by the same code
+        data      what it learns from    build/run_data.py   the preflight reads it by the same code
         models    what it computes with  build/models.py
-        files     where it writes        build/files.py
+        files     where it writes        build/run_files.py
 
     step: updates done, `first_step` of them by earlier attempts.
     unmeasured_seconds: of rollouts since the last measurement of the speedup.

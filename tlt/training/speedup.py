@@ -9,7 +9,7 @@ from tlt.base.records import NAN, SpeedupPair
 from tlt.base.spans import SpanName
 from tlt.training.ranks.world import gather_objects
 from tlt.training.rollout.result import PhaseResult
-from tlt.training.rollout.speedup import MIN_TOKENS, affordable_tokens, measure_pair, pair_requests
+from tlt.training.rollout.speedup_pair import MIN_TOKENS, affordable_tokens, measure_pair, pair_requests
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -40,7 +40,7 @@ from tlt.models.hf.config import OtherComputation, config_to_hf, parse_config
 from tlt.models.hf.families import CHECKED, HYBRIDS, load_model_config, parse_any
 from tlt.models.hf.weights import StoredTensors, read_safetensors
 from tlt.models.new import new_target
-from tlt.training.update.plan import Experience, plan_share
+from tlt.training.update.micro_batches import Experience, plan_share
 
 HYBRID = [name for name, raw in EVERY.items() if raw["model_type"] in HYBRIDS]
 COMPUTED = [name for name, raw in PUBLISHED.items() if raw["model_type"] in CHECKED and name != "Phi-4-mini"]

@@ -22,7 +22,7 @@ from tlt.models import kv_cache
 from tlt.models.any import AnyTarget
 from tlt.models.any_equal import Matrix
 from tlt.training.update.logprobs import logprobs_of_rows
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 attention = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed")
 products = pytest.importorskip("tlt.models.loops.products", reason="Numba is not installed")

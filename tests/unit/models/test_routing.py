@@ -32,7 +32,7 @@ from tlt.models.hf.families import parse_any
 from tlt.models.routing import routers_of
 from tlt.training.update.gradients import gradients_of
 from tlt.training.update.logprobs import response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 from tlt.training.update.routes import Routes
 from tlt.training.update.update import PolicyTrainer
 

@@ -14,7 +14,7 @@ from tlt.base.thoughts import after_thinking
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.tasks.equal import is_equal
+from tlt.tasks.equivalence import is_equal
 from tlt.tasks.math import TASK, gold_answer, to_problem
 from tlt.tasks.numbers import to_number
 from tlt.tasks.rewards.pool import RewardPool

@@ -24,8 +24,8 @@ from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import save_model
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
-from tlt.training.report.environment import read_environments
 from tlt.training.report.step_record import read_metrics
+from tlt.training.report.versions import read_environments
 from tlt.training.saved.evaluations import Evaluation, read_evaluations
 
 BASE = find_recipe("countdown").parent / "base"

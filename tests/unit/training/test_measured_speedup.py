@@ -16,7 +16,7 @@ from tlt.training import speedup
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
 from tlt.training.report.step_record import StepRecord, read_metrics
-from tlt.training.rollout import speedup as pairs
+from tlt.training.rollout import speedup_pair as pairs
 from tlt.training.speedup import is_pair_due
 
 __all__ = ["base"]

@@ -19,8 +19,8 @@ from tlt.base.types import SamplingParams, UserError
 from tlt.models.hf import prompts
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.tokenizer import load_tokenizer
-from tlt.training.build.data import RunData, read_run_data
 from tlt.training.build.problems import load_problems
+from tlt.training.build.run_data import RunData, read_run_data
 from tlt.training.saved.inputs import Inputs, special_tokens_of
 
 SHAPE = {

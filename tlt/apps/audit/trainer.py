@@ -13,7 +13,7 @@ from tlt.engine.equal_rows import EqualRows
 from tlt.models.new import new_transformer
 from tlt.training.build.policy import build_policy
 from tlt.training.update.logprobs import response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 _PACKED = 8
 """Responses in a forward."""

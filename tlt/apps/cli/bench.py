@@ -51,7 +51,7 @@ def run(options: Bench) -> Record:
     check_output_file(options.out, "--out")
     with show_busy():
         from tlt.apps.bench.speculation import ADAPTIVE, OFF, measure
-        from tlt.training.report.environment import environment
+        from tlt.training.report.versions import environment
 
         subject = _of_run(options) if is_run(options.model) else _of_model(options)
     with show_busy("starting the engines"):
@@ -126,10 +126,10 @@ def _of_run(options: Bench) -> Subject:
     from tlt.apps.run.served import open_served
     from tlt.engine.build.engine import load_stored_drafter
     from tlt.engine.build.model import open_model
+    from tlt.training.build.layout import device_of
     from tlt.training.build.policy import master_dtype
     from tlt.training.build.problems import load_problems
     from tlt.training.build.run_engine import engine_settings
-    from tlt.training.build.world import device_of
 
     served = open_served(options.model, None, _say)
     config = served.config

@@ -117,7 +117,7 @@ def run(options: Generate) -> Record:
 
 
 def _line(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    from tlt.training.saved.responses import turns_of
+    from tlt.training.saved.kept_responses import turns_of
 
     if tokenizer is None:
         return vars(Response.of(rollout, None))

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tlt.base.io.files import Record, parse_json, read_file
 from tlt.base.records import NAN, TurnsRecord
 from tlt.base.types import UserError
-from tlt.training.report.environment import read_environments
 from tlt.training.report.outcome import Gain
 from tlt.training.report.step_record import StepRecord, read_metrics
+from tlt.training.report.versions import read_environments
 from tlt.training.saved.evaluations import Evaluation, Evaluations, is_judged_by_reward
 
 Values = NDArray[np.float64]

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from tlt.apps.page import series, settings, speculation, summary, timing
 from tlt.apps.page.charts import draw, library
 from tlt.apps.page.gather import RunRecords, read_runs
-from tlt.apps.page.kept import show_responses
+from tlt.apps.page.response_sample import show_responses
 from tlt.apps.page.shapes import Chart
 from tlt.apps.page.time_use import USE_NAMES
 from tlt.apps.page.timing import RunTime

@@ -11,7 +11,7 @@ import numpy as np
 
 from tlt.apps.page.gather import RunRecords, Values, is_known, mean_of
 from tlt.base.io.plugins import without_folder
-from tlt.training.report.speedup import speedup_of, told_speedup
+from tlt.training.report.outcome import speedup_of, told_speedup
 from tlt.training.report.words import duration
 
 PRINCIPAL = {

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from tlt.apps.plan.kept import count_kept
+from tlt.apps.plan.activations import count_kept
 from tlt.apps.plan.sizes import GIB, META, PlannedRun
 from tlt.base.config.lora import LoraSection
 from tlt.base.speculation import Adaptive, Fixed, Off
@@ -38,7 +38,7 @@ from tlt.speculation.law.sampling import VALUES_PER_PART
 from tlt.speculation.tuner.tuner import default_arms
 from tlt.training.build.ranks import CPU_PROCESS_BYTES
 from tlt.training.update.logprobs import LOGITS_PER_CHUNK
-from tlt.training.update.plan import MIN_PROMPT
+from tlt.training.update.micro_batches import MIN_PROMPT
 
 Phase = Literal["rollout", "idle", "update", "save"]
 ALWAYS: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
@@ -235,7 +235,7 @@ def _update(r: PlannedRun) -> Iterator[Term]:
     own, prompts = r.longest - r.longest_prompt, per_rank
     if (
         r.longest_prompt >= MIN_PROMPT * own
-    ):  # computed once for a problem's responses (training/update/plan.py)
+    ):  # computed once for a problem's responses (training/update/micro_batches.py)
         prompts = -(-per_rank // r.config.rollout.samples_per_problem)
     computed = per_rank * own + prompts * r.longest_prompt
     budget = r.longest if c.is_hybrid else max(r.config.algorithm.tokens_per_micro_batch, r.longest)

@@ -41,11 +41,11 @@ from tlt.models.hf.tokenizer import load_tokenizer, writes_date
 from tlt.models.hf.weights import count_parameters
 from tlt.models.lora import count_adapters
 from tlt.tasks.rewards.scoring import Scorer
-from tlt.training.build.data import RunData, read_run_data
+from tlt.training.build.layout import device_of, engine_dtype, layout_of
 from tlt.training.build.policy import reward_spec
 from tlt.training.build.problems import chat_format
 from tlt.training.build.ranks import RankChoice, all_ranks, choose_ranks, local_ranks
-from tlt.training.build.world import device_of, engine_dtype, layout_of
+from tlt.training.build.run_data import RunData, read_run_data
 from tlt.training.launch.failures import EXIT_USER_ERROR, Restarts
 from tlt.training.launch.local import is_rank, launch, run_here
 from tlt.training.launch.place import Place, find_place

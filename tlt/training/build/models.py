@@ -22,9 +22,9 @@ from tlt.engine.build.engine import build_backend, load_stored_drafter
 from tlt.engine.build.model import Model, drafter_folder
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.equal_rows import multiplied_by
+from tlt.training.build.layout import engine_dtype, layout_of
 from tlt.training.build.policy import build_policy_trainer
 from tlt.training.build.run_engine import engine_settings
-from tlt.training.build.world import engine_dtype, layout_of
 from tlt.training.ranks.world import World, average_weighted, broadcast_json, gather_objects, refuse_together
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks

@@ -29,10 +29,10 @@ from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.ahead_queue import AheadQueue
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
-from tlt.training.rollout.progress import Show, progress_of, watching
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, gathered_groups, join_rounds
 from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
+from tlt.training.rollout.watch import Show, progress_of, watching
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
 

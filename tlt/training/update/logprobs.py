@@ -21,7 +21,7 @@ from tlt.models.decoder import Policy, given
 from tlt.models.lora import BaseOf
 from tlt.models.routing import Routing
 from tlt.training.update.algorithms import entropy
-from tlt.training.update.plan import Experience, families_of
+from tlt.training.update.micro_batches import Experience, families_of
 from tlt.training.update.routes import Routes
 
 LOGITS_PER_CHUNK = 2**24

@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.base.records import NAN
 from tlt.models.decoder import Policy
 from tlt.models.routing import Routing
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 
 class Routes:

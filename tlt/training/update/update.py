@@ -37,6 +37,7 @@ from tlt.engine.equal_rows import EqualRows
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Policy
 from tlt.models.lora import BaseOf
+from tlt.training.update.advantages import check_batch, count_problems, make_experiences, scored_ones
 from tlt.training.update.algorithms import (
     importance_ratio,
     importance_weights,
@@ -45,11 +46,10 @@ from tlt.training.update.algorithms import (
     loss_weight,
     policy_loss,
 )
-from tlt.training.update.batch import check_batch, count_problems, make_experiences, scored_ones
 from tlt.training.update.finite import check_loss, check_rewards, check_weights
 from tlt.training.update.gradients import Gradients
 from tlt.training.update.logprobs import logprobs_of_rows, response_logprobs
-from tlt.training.update.plan import Experience, MicroBatch, plan_share, sample_zero_advantage
+from tlt.training.update.micro_batches import Experience, MicroBatch, plan_share, sample_zero_advantage
 from tlt.training.update.routes import Routes
 from tlt.training.update.schedule import learning_rate
 

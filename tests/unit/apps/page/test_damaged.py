@@ -20,7 +20,7 @@ from tests.unit.apps.page.damage import (
 )
 from tests.unit.apps.page.synthetic import make_conversation
 from tlt.apps.page.gather import read_run
-from tlt.apps.page.kept import show_responses
+from tlt.apps.page.response_sample import show_responses
 from tlt.base.types import UserError
 
 

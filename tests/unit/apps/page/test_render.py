@@ -11,8 +11,8 @@ import pytest
 from tests.unit.apps.page.synthetic import make_conversation, make_run, response
 from tlt.apps.page import settings, summary
 from tlt.apps.page.gather import WAIT_SHARE, read_run, read_runs
-from tlt.apps.page.kept import MAX_RESPONSES, show_responses
 from tlt.apps.page.render import in_script, make_page
+from tlt.apps.page.response_sample import MAX_RESPONSES, show_responses
 from tlt.apps.page.shapes import mean_interval
 from tlt.apps.page.tokens import MAX_CHARACTERS
 from tlt.base.io.files import write_jsonl

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.apps.page.synthetic import DRAFTS, TURNS, make_coloured, make_conversation
 from tlt.apps.page.gather import read_run
-from tlt.apps.page.kept import show_responses
+from tlt.apps.page.response_sample import show_responses
 from tlt.apps.page.tokens import MAX_CHARACTERS, clip
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.lossless.helpers import make_policy
 from tests.unit.models.families import PUBLISHED, shrunk
 from tlt.apps.cli.main import main
+from tlt.apps.plan.activations import count_kept
 from tlt.apps.plan.fit import judge, refuse
-from tlt.apps.plan.kept import count_kept
 from tlt.apps.plan.memory import ALWAYS, MemoryPlan, plan_memory, slot_bytes
 from tlt.apps.plan.sizes import GIB, PlannedRun
 from tlt.apps.run.start import preflight

@@ -23,7 +23,7 @@ from tlt.base.config.schema import Config
 from tlt.base.types import UserError
 from tlt.models.hf.tokenizer import Tokenizer
 from tlt.training.build.problems import load_problems
-from tlt.training.products import next_commands
+from tlt.training.run_products import next_commands
 from tlt.training.saved.run_folder import FolderLock
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "countdown"

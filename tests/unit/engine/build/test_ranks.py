@@ -14,6 +14,7 @@ from tlt.base.types import resolve_dtype
 from tlt.engine.memory import machine_bytes
 from tlt.models.hf.families import load_model_config
 from tlt.training.build import ranks
+from tlt.training.build.layout import engine_dtype
 from tlt.training.build.ranks import (
     CPU_PROCESS_BYTES,
     RankChoice,
@@ -22,7 +23,6 @@ from tlt.training.build.ranks import (
     ranks_on_cpus,
     standing_bytes,
 )
-from tlt.training.build.world import engine_dtype
 
 GIB = 2**30
 RECIPES = Path(__file__).parents[4] / "recipes"

@@ -22,7 +22,7 @@ from tlt.models.decoder import Transformer
 from tlt.models.hf.families import load_model_config
 from tlt.models.hf.weights import load_tensors
 from tlt.training.update.logprobs import response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 TOOLS = tools.__name__
 KINDS: dict[str, dict[str, Any]] = {

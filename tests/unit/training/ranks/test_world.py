@@ -11,7 +11,7 @@ import torch
 
 from tlt.base.config.schema import Config, ModelSection, RunSection, TaskSection
 from tlt.base.types import UserError
-from tlt.training.build.world import device_of
+from tlt.training.build.layout import device_of
 from tlt.training.ranks.world import choose_device
 
 MODEL = Path(__file__).parents[4] / "recipes/countdown/base"

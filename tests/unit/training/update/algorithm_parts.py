@@ -17,7 +17,7 @@ from tlt.base.types import Reward, Rollout, id_of
 from tlt.models.decoder import ModelConfig
 from tlt.training.update import update
 from tlt.training.update.gradients import gradients_of
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 from tlt.training.update.update import PolicyTrainer
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)

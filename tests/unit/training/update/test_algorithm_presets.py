@@ -23,8 +23,8 @@ from tests.unit.training.update.algorithm_parts import (
 from tlt.base.config.algorithm import ALGORITHMS, AlgorithmSection, Name
 from tlt.base.config.load import load_config
 from tlt.base.types import Reward, Rollout, UserError
+from tlt.training.update.advantages import make_experiences
 from tlt.training.update.algorithms import STD_FLOOR
-from tlt.training.update.batch import make_experiences
 
 Array = NDArray[np.float64]
 CASE = make_case()

@@ -27,7 +27,7 @@ from tlt.training.update import update
 from tlt.training.update.algorithms import importance_ratio
 from tlt.training.update.gradients import gradients_of
 from tlt.training.update.logprobs import logprobs_of_rows, response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 from tlt.training.update.routes import Routes
 from tlt.training.update.update import PolicyTrainer
 

@@ -15,7 +15,7 @@ from tlt.base.types import Rollout
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.training.update.logprobs import response_logprobs
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 TEMPERATURE = 0.8

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.training.report.records import record
 from tlt.base.records import SpeedupPair
-from tlt.training.report.speedup import speedup_of, told_speedup
+from tlt.training.report.outcome import speedup_of, told_speedup
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tlt.base.types import Purpose, Reward, Rollout
-from tlt.training.saved.responses import KeptResponses, forget_responses, kept_by, path_of
+from tlt.training.saved.kept_responses import KeptResponses, forget_responses, kept_by, path_of
 
 
 def write(run: Path, purpose: Purpose, number: int, *records: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tlt import __version__
-from tlt.training.report.environment import append_environment, read_environments
+from tlt.training.report.versions import append_environment, read_environments
 
 
 def test_each_attempt_is_a_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tlt.base.config.schema import OptimizerSection
 from tlt.base.types import Rollout
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.training.update.plan import (
+from tlt.training.update.micro_batches import (
     Experience,
     Shares,
     families_of,

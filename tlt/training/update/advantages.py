@@ -20,7 +20,7 @@ from tlt.training.update.algorithms import (
     rewards_to_go,
     whitened_advantages,
 )
-from tlt.training.update.plan import Experience
+from tlt.training.update.micro_batches import Experience
 
 
 def check_batch(

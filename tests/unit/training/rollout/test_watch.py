@@ -9,7 +9,7 @@ import pytest
 from tests.unit.training.rollout.phase_parts import PATIENCE, make_queues
 from tlt.base.records import IdleUse
 from tlt.training.report.progress import Doing, PhaseProgress, ReplicaProgress
-from tlt.training.rollout.progress import progress_of, watching
+from tlt.training.rollout.watch import progress_of, watching
 
 
 def test_the_leader_hears_what_all_replicas_tell_until_the_phase_ends() -> None:

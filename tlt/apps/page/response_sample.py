@@ -19,7 +19,7 @@ from tlt.base.io.files import Record
 from tlt.base.types import DraftOutcome, Turns, UserError
 from tlt.base.value_types import describe_mistakes
 from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from tlt.training.saved.responses import kept_by
+from tlt.training.saved.kept_responses import kept_by
 
 MAX_FILES = 8
 """Of steps, and of evaluations, each."""

@@ -13,13 +13,12 @@ from tlt.base.io.plugins import is_importable
 from tlt.models.hf.weights import StoredTensors, content_hash
 from tlt.training.build.problems import data_source
 from tlt.training.report.log import LOG
-from tlt.training.report.outcome import Outcome, evaluation_rows, summary_rows
-from tlt.training.report.speedup import speedup_of
+from tlt.training.report.outcome import Outcome, evaluation_rows, speedup_of, summary_rows
 from tlt.training.report.step_record import StepRecord, read_metrics
 from tlt.training.report.timeline import merge_timelines
 from tlt.training.report.words import near
 from tlt.training.run import Run
-from tlt.training.saved.responses import FOLDER as RESPONSES
+from tlt.training.saved.kept_responses import FOLDER as RESPONSES
 from tlt.training.saved.run_folder import forget_journal
 
 

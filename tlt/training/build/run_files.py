@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tlt.base.config.schema import Config
-from tlt.training.build.data import RunData
+from tlt.training.build.run_data import RunData
 from tlt.training.ranks.world import World, broadcast_json
 from tlt.training.report.step_record import MetricsWriter
 from tlt.training.report.timeline import Timeline
@@ -15,7 +15,7 @@ from tlt.training.saved.checkpoint import CheckpointWriter
 from tlt.training.saved.evaluations import Evaluations, is_judged_by_reward
 from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.journal import FileJournal
-from tlt.training.saved.responses import KeptResponses, forget_responses
+from tlt.training.saved.kept_responses import KeptResponses, forget_responses
 
 
 @dataclass(frozen=True)
