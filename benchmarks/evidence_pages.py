@@ -14,7 +14,7 @@ from tlt.base.types import UserError
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = Path("benchmarks/results/evidence.json")
-EARLIER = ", of an earlier tree"
+EARLIER = ", earlier"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_evidence(root: Path = ROOT) -> dict[str, Evidence]:
 
 def cell(names: str, evidence: Mapping[str, Evidence]) -> str:
     """Returns a cell of a row (Table)."""
-    return " · ".join(_said(evidence[n], base) for n, base in _named(names) if n in evidence)
+    return " · ".join(_said(evidence[n], base) for n, base in _named(names) if n in evidence) or "–"
 
 
 def _named(names: str) -> list[tuple[str, bool]]:

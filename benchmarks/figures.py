@@ -222,7 +222,7 @@ FIGURES: Mapping[str, Figure] = {
     name: figure for one in MEASUREMENTS.values() for name, figure in one.figures.items()
 }
 
-COUNTDOWN = "Countdown, 4 M"
+COUNTDOWN = "4M, Countdown"
 SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-0.5B"
 BATCHES = f"batch {' · '.join(map(str, QWEN_BATCHES))}"
 
@@ -234,13 +234,13 @@ def _cells(name: str) -> str:
 TABLES: Mapping[str, Table] = {
     "first screen": Table(
         "README.md",
-        ("compared with", "model", "whole step", "rollout"),
+        ("compared with", "model and task", "whole step", "rollout"),
         (
             (f"TLT without speculation, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-drafts")),
-            ("TLT without speculation", f"{SMOLLM2}, sums step by step", "smollm2-step", "smollm2-rollout"),
+            ("TLT without speculation", f"{SMOLLM2}, stepwise sums", "smollm2-step", "smollm2-rollout"),
             ("TLT without speculation", f"{COUNTDOWN}, long tail", "headline-step", "headline-rollout"),
-            ("TRL 1.16 without vLLM", COUNTDOWN, "trl-step", "trl-rollout"),
-            (f"vLLM 0.32, neither drafts, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-vllm")),
+            (f"vLLM 0.32 on CPUs, both without drafts, {BATCHES}", f"{QWEN}, GSM8K", "", _cells("qwen-vllm")),
+            ("TRL 1.16, generating by transformers", COUNTDOWN, "trl-step", "trl-rollout"),
         ),
         num_words=2,
     ),
@@ -249,7 +249,7 @@ TABLES: Mapping[str, Table] = {
         ("recipe", "model", "held-out problems × samples", "solved before → after"),
         (
             ("`countdown` (`make train`), nine minutes", COUNTDOWN, "256 × 1", "solved-quickstart"),
-            ("`math`, word problems, seven minutes", "3 M", "256 × 4", "solved-math"),
+            ("`math`, word problems, seven minutes", "3M", "256 × 4", "solved-math"),
             ("`smollm2`, two-digit additions, eight minutes", SMOLLM2, "128 × 1", "solved-additions"),
             ("`smollm2/reasoning`, sums written out, 24 minutes", SMOLLM2, "192 × 1", "solved-sums"),
         ),

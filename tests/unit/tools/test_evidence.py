@@ -74,14 +74,14 @@ def test_cells_tell_interval_base_and_shares() -> None:
     shares = replace(FOUND, value=0.727, low=None, high=None, unit="solved", base=0.621)
     found = {"a": FOUND, "b": shares, "c": replace(FOUND, low=None, high=None, base=1569.0)}
     names = ("a", "a.base", "b", "c c.base", "", "unknown")
-    expected = ["1.73 (1.63 to 1.83)", "12.9", "62.1 % → 72.7 %", "1.73 · 1,569", "", ""]
+    expected = ["1.73 (1.63 to 1.83)", "12.9", "62.1 % → 72.7 %", "1.73 · 1,569", "–", "–"]
     assert [cell(name, found) for name in names] == expected
 
 
 def test_a_figure_of_an_earlier_tree_is_marked_and_linked_from_its_page() -> None:
     link = "[90150ed](../benchmarks/results/train-headline.md)"
     assert source([FOUND, FOUND], "docs/results.md") == link
-    assert source([replace(FOUND, is_earlier=True)], "docs/results.md") == f"{link}, of an earlier tree"
+    assert source([replace(FOUND, is_earlier=True)], "docs/results.md") == f"{link}, earlier"
 
 
 def test_a_row_without_a_measured_figure_is_left_out() -> None:
