@@ -133,6 +133,7 @@ def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competi
         "vllm": options.vllm is None,
         "llama": options.llama is None,
         "tlt": False,
+        "any": False,
     }
     left = [one for one in asked if lacks[one.engine] or (one.needs_drafter() and not has_drafter)]
     names = ", ".join(one.name for one in left)
@@ -189,6 +190,7 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest: in
     others = {"law": options.vllm, "vllm": options.vllm, "llama": options.llama}
     pythons = {
         "tlt": Path(sys.executable),
+        "any": Path(sys.executable),
         **{name: path and path.absolute() for name, path in others.items()},
     }
     return Plan(

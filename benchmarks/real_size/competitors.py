@@ -2,6 +2,8 @@
 
     tlt-off, tlt-cold, tlt-warm, tlt-retrieval,   our engine: all in one process            with_law.py
     tlt-4x1x4
+    any-off                                       our engine, the model by transformers'    with_law.py
+                                                  own modules, in a process of its own
     law-off                                       vLLM with our law inside, no drafter      with_law.py
     law-asleep, law-cold, law-warm, law-4         the same with a drafter, in one process   with_law.py
     vllm-off, vllm-3, vllm-schedule, vllm-ngram   vLLM as it comes                          vllm_alone.py
@@ -25,7 +27,13 @@ from benchmarks.real_size.serving import Job, Took, Work
 from tlt.base.types import UserError
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"tlt": "with_law", "law": "with_law", "vllm": "vllm_alone", "llama": "llama_alone"}
+MODULES = {
+    "tlt": "with_law",
+    "any": "with_law",
+    "law": "with_law",
+    "vllm": "vllm_alone",
+    "llama": "llama_alone",
+}
 DEFAULT = (
     "tlt-off", "tlt-cold", "tlt-warm", "law-off", "law-cold",
     "vllm-off", "vllm-3", "vllm-ngram", "llama-off", "llama-lookup",
@@ -76,7 +84,7 @@ class Competitor:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the law decides its tokens."""
+        """Whether the law decides its tokens, over the same logits."""
         return self.engine in ("tlt", "law")
 
     def needs_drafter(self) -> bool:

@@ -52,7 +52,9 @@ def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
     torch.set_num_threads(job["threads"])
     _free_main_thread()
     dtype, folder = resolve_dtype(job["dtype"]), job["drafter"]
-    model = open_model(Path(job["model"]), dtype)
+    model = open_model(
+        Path(job["model"]), dtype, implementation="transformers" if job["engine"] == "any" else "auto"
+    )
     drafter = None if folder is None else load_stored_drafter(Path(folder), model)
     untrained = DrafterSection(train=False)  # keeps nothing for training
     settings = EngineSettings(dtype=dtype, window=job["window"], drafting=untrained)
