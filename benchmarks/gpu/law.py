@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.gpu.harness import Record, seconds_of
 from tlt.base.types import SamplingParams
 from tlt.speculation.law.draw import draw_by_definition
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise
 
 KINDS = {
@@ -55,10 +55,9 @@ def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> 
         dtype = DTYPES[(index + seed) % len(DTYPES)]
         logits, keys, positions = rows_of(num_rows, vocab_size, seed + index, dtype)
         params = [one] * num_rows
-        tokens_R, logprobs_R = draw_by_definition(logits, keys, positions, BatchParams(params))
-        drawn = fused.draw(
-            logits.to(device), keys.to(device), positions.to(device), BatchParams(params, device)
-        )
+        tokens_R, logprobs_R = draw_by_definition(logits, Law(keys, positions, BatchParams(params)))
+        law = Law(keys.to(device), positions.to(device), BatchParams(params, device))
+        drawn = fused.draw(logits.to(device), law)
         others_R, their_logprobs_R = drawn[0].cpu(), drawn[1].cpu()
         found["draws"] += num_rows
         found["other_tokens"] += int((tokens_R != others_R).sum())
@@ -94,11 +93,13 @@ def time_rows(num_rows: int, vocab_size: int, device: torch.device, num_calls: i
     logits = 3 * torch.randn(num_rows, vocab_size, device=device, dtype=torch.bfloat16)
     keys = torch.randint(2**32, (num_rows, 4), device=device)
     positions = torch.randint(2**32, (num_rows,), device=device)
-    plain = BatchParams([SamplingParams()] * num_rows, device)
-    truncated = BatchParams([SamplingParams(temperature=0.7, top_p=0.95)] * num_rows, device)
+    plain, truncated = (
+        Law(keys, positions, BatchParams([params] * num_rows, device))
+        for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.95))
+    )
     calls = {
-        "law": lambda: fused.draw(logits, keys, positions, plain),
-        "law, top-p": lambda: fused.draw(logits, keys, positions, truncated),
+        "law": lambda: fused.draw(logits, plain),
+        "law, top-p": lambda: fused.draw(logits, truncated),
         "noise": lambda: fused.gumbel_noise(keys, positions[:, None], vocab_size),
         "argmax": lambda: logits.argmax(-1),
     }

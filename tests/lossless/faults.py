@@ -9,10 +9,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tlt.base.types import DraftTree, Verdict
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import Noise, verify
+from tlt.speculation.law.params import Law
+from tlt.speculation.law.verify import verify
 
-Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
+Verify = Callable[[DraftTree, Tensor, Law], list[Verdict]]
 """The type of `verify`, and of a faulty one in its place."""
 
 
@@ -23,11 +23,9 @@ class PlantedFault:
         self.probability, self.random = probability, random.Random(seed)
         self.num_planted = 0
 
-    def __call__(
-        self, tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams
-    ) -> list[Verdict]:
+    def __call__(self, tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
-        verdicts = verify(tree, logits_BNV, noise, params)
+        verdicts = verify(tree, logits_BNV, law)
         logits_BNV = logits_BNV.clone()
         decided: set[tuple[int, int]] = set()
         while True:
@@ -44,4 +42,4 @@ class PlantedFault:
                     self.num_planted += 1
             if self.num_planted == before:
                 return verdicts
-            verdicts = verify(tree, logits_BNV, noise, params)
+            verdicts = verify(tree, logits_BNV, law)

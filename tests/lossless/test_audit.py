@@ -23,8 +23,8 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, SamplingParams, Verdict
 from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import Noise, verify
+from tlt.speculation.law.params import Law
+from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import StrategyTuner
 
 MAX_TOKENS = 40
@@ -126,10 +126,10 @@ def test_truncation_forgotten_is_found(referee: Referee) -> None:
 def test_a_stop_token_suppressed_by_the_engine_is_found(
     referee: Referee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def suppressing(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+    def suppressing(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         logits_BNV = logits_BNV.clone()
         logits_BNV[..., STOP] -= 1.5
-        return verify(tree, logits_BNV, noise, params)
+        return verify(tree, logits_BNV, law)
 
     report = audit(referee, with_fault(suppressing, monkeypatch), SamplingParams(), num_responses=200)
     assert report.is_convicted

@@ -18,9 +18,9 @@ from tests.lossless.helpers import make_engine, make_policy, make_requests, toke
 from tlt.base.strategy import Strategy
 from tlt.base.types import SamplingParams
 from tlt.speculation.law import draw as draw_module
-from tlt.speculation.law.draw import draw
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.sampling import gumbel_noise, sample
+from tlt.speculation.law.draw import draw, draw_by_definition
+from tlt.speculation.law.params import BatchParams, Law
+from tlt.speculation.law.sampling import gumbel_noise
 from tlt.speculation.tuner.tuner import Fixed
 
 compiled = pytest.importorskip(
@@ -66,26 +66,19 @@ SHAPES: dict[str, Logits] = {
 }
 
 
-def cases(
-    num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, ...]
-) -> tuple[Tensor, Tensor, BatchParams]:
+def cases(num_rows: int, seed: int, laws: tuple[SamplingParams, ...]) -> Law:
     generator = torch.Generator().manual_seed(seed)
     keys_R4 = torch.randint(2**32, (num_rows, 4), generator=generator)
     positions_R = torch.randint(2**32, (num_rows,), generator=generator)
-    return keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)])
+    return Law(keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)]))
 
 
-def disagreement(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[int, float]:
+def disagreement(logits_RV: Tensor, law: Law) -> tuple[int, float]:
     """Returns how many tokens are not the reference's, and the largest difference of log-probabilities
     over its bound."""
-    noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
-    expected, expected_logprobs = (
-        drawn_R1[:, 0] for drawn_R1 in sample(logits_RV[:, None], noise_R1V, params)
-    )
-    found, logprobs = draw(logits_RV, keys_R4, positions_R, params)
-    scaled_RV = params.scale(logits_RV[:, None])[:, 0].float()
+    expected, expected_logprobs = draw_by_definition(logits_RV, law)
+    found, logprobs = draw(logits_RV, law)
+    scaled_RV = law.params.scale(logits_RV[:, None])[:, 0].float()
     size_R = scaled_RV.gather(1, expected[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
     off_R = (logprobs - expected_logprobs).abs() / (2.0**-17 + 2.0**-22 * size_R)
     return int((found != expected).sum()), off_R.max().item()
@@ -98,7 +91,7 @@ def disagreement(
 def test_tokens_are_the_references(shape: str, num_rows: int, vocab_size: int) -> None:
     for seed, laws in enumerate((LAWS, TRUNCATING)):
         logits_RV = SHAPES[shape](num_rows, vocab_size, torch.Generator().manual_seed(seed))
-        num_different, worst = disagreement(logits_RV, *cases(num_rows, vocab_size, seed, laws))
+        num_different, worst = disagreement(logits_RV, cases(num_rows, seed, laws))
         assert num_different == 0
         assert worst <= 1
 
@@ -106,7 +99,7 @@ def test_tokens_are_the_references(shape: str, num_rows: int, vocab_size: int) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_half_precision_the_law_is_that_of_the_numbers_it_holds(dtype: torch.dtype) -> None:
     logits_RV = SHAPES["normal"](200, 501, torch.Generator().manual_seed(1)).to(dtype)
-    assert disagreement(logits_RV, *cases(200, 501, 1, TRUNCATING))[0] == 0
+    assert disagreement(logits_RV, cases(200, 1, TRUNCATING))[0] == 0
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -114,15 +107,14 @@ def test_rows_are_shared_by_threads(num_threads: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(compiled, "VALUES_PER_THREAD", 100)
     logits_RV = SHAPES["normal"](37, 203, torch.Generator().manual_seed(2))
-    assert disagreement(logits_RV, *cases(37, 203, 2, TRUNCATING))[0] == 0
+    assert disagreement(logits_RV, cases(37, 2, TRUNCATING))[0] == 0
 
 
 # ── where two tokens are as good as each other ──────────────────────────────────────────────────────────────
 
 
-def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Returns logits whose two best scores are equal bit for bit, their key and position, and the two
-    tokens."""
+def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Law, list[int]]:
+    """Returns logits whose two best scores are equal bit for bit, their law, and the two tokens."""
     keys_14, positions_1 = torch.tensor([[1, 2, 3, 4]]), torch.tensor([position])
     noise_V = gumbel_noise(keys_14, positions_1[:, None], vocab_size)[0, 0]
     logits_1V = torch.zeros(1, vocab_size)
@@ -131,16 +123,15 @@ def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, 
         logits_1V[0, pair] = score - noise_V[pair]
         scores = logits_1V[0] + noise_V
         if pair[0] != pair[1] and scores[pair[0]] == scores[pair[1]]:
-            return logits_1V, keys_14, positions_1, sorted(pair)
+            return logits_1V, Law(keys_14, positions_1, BatchParams([SamplingParams()])), sorted(pair)
     raise AssertionError("no tie was found")
 
 
 @pytest.mark.parametrize("position", [1, 8])
 def test_a_tie_is_left_to_the_reference_and_falls_to_the_lowest_id(position: int) -> None:
-    logits_1V, keys_14, positions_1, (lowest, _) = tied(position)
-    params = BatchParams([SamplingParams()])
-    assert compiled.draw(logits_1V, keys_14, positions_1, params)[2].tolist() == [0]
-    assert draw(logits_1V, keys_14, positions_1, params)[0].tolist() == [lowest]
+    logits_1V, law, (lowest, _) = tied(position)
+    assert compiled.draw(logits_1V, law)[2].tolist() == [0]
+    assert draw(logits_1V, law)[0].tolist() == [lowest]
 
 
 @pytest.mark.parametrize(("size", "is_tight"), [(0, False), (40, False), (10_000, False), (1e6, True)])
@@ -161,30 +152,31 @@ def test_a_lead_that_float32_could_have_made_up_is_left_to_the_reference(size: f
         logits_V[best] = size
         score = logits_V[best] + noise_V[best]
         logits_V[second] = torch.nextafter(score, torch.tensor(-torch.inf)) - noise_V[second]
-    params = BatchParams([SamplingParams()] * num_rows)
-    assert len(compiled.draw(logits_RV, keys_R4, positions_R, params)[2]) == num_rows
+    law = Law(keys_R4, positions_R, BatchParams([SamplingParams()] * num_rows))
+    assert len(compiled.draw(logits_RV, law)[2]) == num_rows
 
 
 def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_1V, keys_14, positions_1, (lowest, _) = tied(3)
+    logits_1V, law, (lowest, _) = tied(3)
     generator = torch.Generator().manual_seed(4)
     logits_RV = torch.cat([3 * torch.randn(5, 300, generator=generator), logits_1V])
-    keys_R4, positions_R = keys_14.expand(6, -1).contiguous(), torch.cat([torch.arange(5), positions_1])
+    positions_R = torch.cat([torch.arange(5), law.positions_R])
+    law = Law(law.keys_R4.expand(6, -1).contiguous(), positions_R, law.params.repeat(6))
     asked: list[int] = []
     plain = draw_module.draw_by_definition
     monkeypatch.setattr(
         draw_module,
         "draw_by_definition",
-        lambda logits, *args: asked.append(len(logits)) or plain(logits, *args),
+        lambda logits, law: asked.append(len(logits)) or plain(logits, law),
     )
-    found = draw(logits_RV, keys_R4, positions_R, BatchParams([SamplingParams()] * 6))[0]
+    found = draw(logits_RV, law)[0]
     assert asked == [1]
     assert found[5] == lowest
 
 
 def test_few_rows_are_in_doubt() -> None:
     logits_RV = SHAPES["normal"](2000, 1003, torch.Generator().manual_seed(5))
-    _, _, rows = compiled.draw(logits_RV, *cases(2000, 1003, 5, (SamplingParams(), SamplingParams(0.7))))
+    _, _, rows = compiled.draw(logits_RV, cases(2000, 5, (SamplingParams(), SamplingParams(0.7))))
     assert len(rows) <= 2
 
 
@@ -192,12 +184,9 @@ def test_few_rows_are_in_doubt() -> None:
 def test_a_logit_that_is_no_number_leaves_the_row_to_the_reference(broken: float) -> None:
     logits_RV = SHAPES["normal"](4, 1500, torch.Generator().manual_seed(6))
     logits_RV[2, 1200] = broken
-    found = draw(logits_RV, *cases(4, 1500, 6, LAWS))
-    noise_R1V = gumbel_noise(
-        *(part if part.dim() > 1 else part[:, None] for part in cases(4, 1500, 6, LAWS)[:2]), 1500
-    )
-    expected = sample(logits_RV[:, None], noise_R1V, cases(4, 1500, 6, LAWS)[2])
-    assert found[0].tolist() == expected[0][:, 0].tolist()
+    law = cases(4, 6, LAWS)
+    found, expected = draw(logits_RV, law), draw_by_definition(logits_RV, law)
+    assert found[0].tolist() == expected[0].tolist()
     assert not found[1][2].isfinite()
     assert found[1][[0, 1, 3]].isfinite().all()
 

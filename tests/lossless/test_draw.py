@@ -27,7 +27,7 @@ def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         draw_module,
         "draw_by_definition",
-        lambda logits, *args: calls.append(len(logits)) or plain(logits, *args),
+        lambda logits, law: calls.append(len(logits)) or plain(logits, law),
     )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
         monkeypatch.setattr(draw_module, "NOISE_BYTES", num_bytes)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.lossless.helpers import (
     CONFIG,
@@ -34,6 +34,7 @@ from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
 from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
+from tlt.speculation.law.params import Law
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
 from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import BatchState, StepOutcome
@@ -96,11 +97,11 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(
     widths, is_ragged = set(), False
     engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size)
 
-    def watched(tree: DraftTree, *args: Any) -> list[Verdict]:
+    def watched(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         nonlocal is_ragged
         widths.add(tree.num_nodes)
         is_ragged |= tree.lengths is not None
-        return verify(tree, *args)
+        return verify(tree, logits_BNV, law)
 
     monkeypatch.setattr(tree_forward, "verify", watched)
     assert_same_as_off(engine, REQUESTS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import fit, law_probabilities
 from tlt.base.types import DraftTree, Request, SamplingParams
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculation.law.tree import ancestors, chain, chain_mask, layout, tree_mask
 from tlt.speculation.law.verify import verify
@@ -294,14 +294,13 @@ def test_verification_is_the_brute_force_walk_over_the_laws_own_tokens(data: st.
         parents.append(row_parents)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
     logits = torch.randn(batch, num_nodes, vocab, dtype=torch.float64, generator=generator) * 3
-    noise = gumbel_noise(
-        torch.randint(0, 1 << 32, (batch, 4), generator=generator),
-        torch.arange(num_nodes).expand(batch, -1),
-        vocab,
+    keys = torch.randint(0, 1 << 32, (batch, 4), generator=generator)
+    positions = torch.arange(num_nodes).expand(batch, -1)
+    noise = gumbel_noise(keys, positions, vocab)
+    law = Law(
+        keys.repeat_interleave(num_nodes, dim=0), positions.flatten(), BatchParams(params).repeat(num_nodes)
     )
-    verdicts = verify(
-        DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, noise, BatchParams(params)
-    )
+    verdicts = verify(DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, law)
     for row in range(batch):
         chosen = []
         for node in range(num_nodes):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt.base.types import SamplingParams
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise
 from tlt.speculation.law.tree import chain
 from tlt.speculation.law.verify import verify
@@ -35,9 +35,18 @@ def is_verified(drafted_B: Tensor) -> Tensor:
     return drafted_B == 0
 
 
-def noise_of(seed: int) -> Tensor:
-    keys_B4 = torch.tensor([[seed, 0, 0, row] for row in range(NUM)])
-    return gumbel_noise(keys_B4, torch.full((NUM, 1), 7), len(TARGET))[:, 0].double()
+KEYS_B4 = torch.tensor([[0, 0, 0, row] for row in range(NUM)])
+
+
+def noise_of(position: int) -> Tensor:
+    return gumbel_noise(KEYS_B4, torch.full((NUM, 1), position), len(TARGET))[:, 0].double()
+
+
+def law_of(num_nodes: int) -> Law:
+    """At positions 1, 2, … of every row."""
+    positions_R = torch.arange(1, 1 + num_nodes).repeat(NUM)
+    params = BatchParams([SamplingParams()] * len(positions_R))
+    return Law(KEYS_B4.repeat_interleave(num_nodes, dim=0), positions_R, params)
 
 
 def shares(tokens_B: Tensor) -> Tensor:
@@ -72,11 +81,9 @@ def test_the_law_draws_the_same_tokens_whatever_the_drafted_tokens_decide() -> N
     drafted_B2 = torch.stack([drafts(first), drafts(second)], 1)
     lengths_B = 1 + is_verified(drafted_B2[:, 0]).long() * (1 + is_verified(drafted_B2[:, 1]).long())
     tokens_B3 = torch.cat([torch.zeros(NUM, 1, dtype=torch.int64), drafted_B2], 1)
-    noise_B3V = torch.stack([first, second, noise_of(3)], 1)
     logits_B3V = TARGET.log().expand(NUM, 3, -1)
-    params = BatchParams([SamplingParams()] * NUM)
-    peeking = verify(chain(tokens_B3, lengths_B.tolist()), logits_B3V, noise_B3V, params)
-    plain = verify(chain(tokens_B3[:, :1]), logits_B3V[:, :1], noise_B3V[:, :1], params)
+    peeking = verify(chain(tokens_B3, lengths_B.tolist()), logits_B3V, law_of(3))
+    plain = verify(chain(tokens_B3[:, :1]), logits_B3V[:, :1], law_of(1))
     committed = torch.tensor([verdict.tokens[0] for verdict in peeking])
     assert committed.tolist() == [verdict.tokens[0] for verdict in plain]
     assert (shares(committed) - TARGET).abs().max() < WRONG

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt.base.types import SamplingParams
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Rows:
     keys: Tensor
     positions: Tensor
     params: tuple[SamplingParams, ...]
+
+    @property
+    def law(self) -> Law:
+        return Law(self.keys, self.positions, BatchParams(self.params))
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def draw_rows(rows: Rows, width: int) -> tuple[Tensor, Tensor]:
     logits_RV = wide[:, : rows.logits.shape[1]]
     logits_RV.copy_(rows.logits)
     with np.errstate(all="ignore"):  # a row that is no distribution has no log-probability: inf - inf
-        tokens_R, logprobs_R = fused.draw(logits_RV, rows.keys, rows.positions, BatchParams(rows.params))
+        tokens_R, logprobs_R = fused.draw(logits_RV, rows.law)
     return tokens_R.clone(), logprobs_R.clone()
 
 
@@ -119,7 +123,7 @@ def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingP
                 torch.zeros(num_rows, vocab_size, dtype=dtype),
                 torch.zeros(num_rows, dtype=torch.int64),
             )
-            fused.draw(logits, keys, positions, BatchParams(params))
+            fused.draw(logits, Law(keys, positions, BatchParams(params)))
             fused.gumbel_noise(keys, positions[:, None], vocab_size)
     return [
         f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}"

@@ -25,7 +25,7 @@ from tests.vllm.interpreted import (
 )
 from tlt.base.types import SamplingParams
 from tlt.speculation.law.draw import draw, draw_by_definition
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise
 
 pytestmark = pytest.mark.skipif(
@@ -63,12 +63,12 @@ def make_rows(
 
 
 def expected(rows: Rows) -> tuple[Tensor, Tensor]:
-    return draw_by_definition(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
+    return draw_by_definition(rows.logits, rows.law)
 
 
 def logprob_bound(rows: Rows, tokens_R: Tensor) -> Tensor:
     """What fused.py promises of float32 and narrower logits."""
-    scaled_RV = BatchParams(rows.params).scale(rows.logits[:, None])[:, 0]
+    scaled_RV = rows.law.params.scale(rows.logits[:, None])[:, 0]
     sizes_R = scaled_RV.gather(1, tokens_R[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
     return 2.0**-17 + 2.0**-22 * sizes_R
 
@@ -238,10 +238,10 @@ def test_on_a_gpu_it_draws_as_the_cpu_does(vocab_size: int, params: tuple[Sampli
     """A float64 logarithm may err in its last bit: of noise, one value in a million may be a neighbour of
     the plain law's."""
     rows = make_rows(vocab_size, params)
-    here = [tensor.cuda() for tensor in (rows.logits, rows.keys, rows.positions)]
-    tokens_R, logprobs_R = draw(*here, BatchParams(params, "cuda"))
+    law = Law(rows.keys.cuda(), rows.positions.cuda(), BatchParams(params, "cuda"))
+    tokens_R, logprobs_R = draw(rows.logits.cuda(), law)
     assert_equal(rows, (tokens_R.cpu(), logprobs_R.cpu()))
-    noise = gumbel_noise(here[1], here[2][:, None], vocab_size).cpu()
+    noise = gumbel_noise(law.keys_R4, law.positions_R[:, None], vocab_size).cpu()
     units = noise.view(torch.int32) - gumbel_noise(rows.keys, rows.positions[:, None], vocab_size).view(
         torch.int32
     )

@@ -54,8 +54,8 @@ from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.decoder import Transformer
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import NoiseAt, verify
+from tlt.speculation.law.params import Law
+from tlt.speculation.law.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -220,17 +220,18 @@ class NoiseOfTheWrongPlace:
     def __init__(self) -> None:
         self.was_rejected: set[Any] = set()
 
-    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise: Any, params: BatchParams) -> list[Verdict]:
-        keys = [tuple(key) for key in noise.keys_B4.tolist()]
-        shift_B1 = torch.tensor([[int(key in self.was_rejected)] for key in keys])
-        verdicts = verify(tree, logits_BNV, NoiseAt(noise.keys_B4, noise.positions_BN + shift_B1), params)
-        self.was_rejected = {key for key, one in zip(keys, verdicts, strict=True) if one.rejected is not None}
+    def __call__(self, tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
+        keys = [tuple(key) for key in law.keys_R4.tolist()]
+        shift_R = torch.tensor([int(key in self.was_rejected) for key in keys])
+        verdicts = verify(tree, logits_BNV, law._replace(positions_R=law.positions_R + shift_R))
+        by_row = zip(keys[:: tree.num_nodes], verdicts, strict=True)
+        self.was_rejected = {key for key, one in by_row if one.rejected is not None}
         return verdicts
 
 
-def tempered(tree: DraftTree, logits_BNV: Tensor, noise: Any, params: BatchParams) -> list[Verdict]:
+def tempered(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
     """Draws at drafted places with the temperature that drafts are ranked with."""
-    return verify(tree, logits_BNV / 0.9 if tree.num_nodes > 1 else logits_BNV, noise, params)
+    return verify(tree, logits_BNV / 0.9 if tree.num_nodes > 1 else logits_BNV, law)
 
 
 FAULTS: list[Callable[[], Verify]] = [NoiseOfTheWrongPlace, lambda: tempered, lambda: PlantedFault(0.5)]

@@ -283,7 +283,7 @@ class RolloutEngine(RolloutBackend):
                 self.model, self.cache, tree, nodes, self.drafter.capture, graphs
             )
             captured_BNF, routes_BNR = self._split(captured_BNF)
-        verdicts = forward.verdicts(partial(law.of_nodes, nodes), law.params)
+        verdicts = forward.verdicts(partial(law.of_nodes, nodes))
         if routes_BNR is not None:
             for sequence, routes_NR, verdict in zip(self.running, routes_BNR, verdicts, strict=True):
                 path = slice(len(verdict.path)) if tree.is_chain else list(verdict.path)

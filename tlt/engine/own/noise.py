@@ -12,10 +12,9 @@ from torch import Tensor
 from tlt.base.types import Request
 from tlt.base.uploads import upload
 from tlt.speculation.law.draw import LevelNoise, noise_of_tokens
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import keys_tensor
 from tlt.speculation.law.tree import TreeLayout
-from tlt.speculation.law.verify import NoiseAt
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,15 @@ class BatchLaw:
         params = BatchParams([request.params for request in requests], device)
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 
-    def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> NoiseAt:
-        """The noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
-        if len(rows) == len(self.keys):
-            return NoiseAt(self.keys_B4, nodes.positions_BN[:, first:end] + 1)
-        return NoiseAt(self.keys_B4[rows], nodes.positions_BN[rows, first:end] + 1)
+    def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> Law:
+        """The law at the positions that follow the nodes in columns first .. end - 1 of these rows."""
+        keys_B4, positions_BN, params = self.keys_B4, nodes.positions_BN[:, first:end] + 1, self.params
+        if len(rows) < len(self.keys):
+            taken = upload(rows, keys_B4.device)
+            keys_B4, positions_BN, params = keys_B4[taken], positions_BN[taken], params.take(taken)
+        if (num := end - first) > 1:
+            keys_B4, params = keys_B4.repeat_interleave(num, dim=0), params.repeat(num)
+        return Law(keys_B4, positions_BN.flatten(), params)
 
 
 @dataclass(frozen=True)

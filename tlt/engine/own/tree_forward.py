@@ -23,15 +23,15 @@ from tlt.models.attention import Cached, cached_trees, pad
 from tlt.models.graphs import MOST_TOKENS, Graphs, padded_length
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import Law
 from tlt.speculation.law.tree import TreeLayout, chain
-from tlt.speculation.law.verify import Noise, verify
+from tlt.speculation.law.verify import verify
 
 PIECE = Strategy.MAX_DEPTH + 1
 """Nodes of a chain verified at a time, the root included."""
 
-NoiseOf = Callable[[Sequence[int], int, int], Noise]
-"""Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
+LawOf = Callable[[Sequence[int], int, int], Law]
+"""See `BatchLaw.of_nodes`."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class TreeForward:
     features_NE: Tensor
     real_N: Tensor | None
 
-    def verdicts(self, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
+    def verdicts(self, law_of: LawOf) -> list[Verdict]:
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:
-            return verify(self.tree, self.logits(), noise_of(rows, 0, N), params)
+            return verify(self.tree, self.logits(), law_of(rows, 0, N))
         features_BNE = pad(self.features_NE, self.real_N, B * N).view(B, N, -1)
         tokens = self.tree.tokens_BN.tolist()
         found: list[list[Verdict]] = [[] for _ in rows]
@@ -60,8 +60,7 @@ class TreeForward:
             end = first + max(counts)
             piece = chain(self.tree.tokens_BN[rows, first:end], counts)
             logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
-            of_rows = params.take(upload(rows, logits_bnV.device))
-            verdicts = verify(piece, logits_bnV, noise_of(rows, first, end), of_rows)
+            verdicts = verify(piece, logits_bnV, law_of(rows, first, end))
             goes_on = []
             for row, count, verdict in zip(rows, counts, verdicts, strict=True):
                 found[row].append(verdict)

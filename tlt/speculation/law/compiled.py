@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tlt.base.loops import REORDERED, exp_of
 from tlt.base.types import SamplingParams
-from tlt.speculation.law.params import BatchParams, truncate
+from tlt.speculation.law.params import BatchParams, Law, truncate
 
 CHUNK = 1024
 """Values processed together: their logits and words fit into the fastest cache."""
@@ -54,26 +54,25 @@ _UNCHECKED = REORDERED | {"nnan"}
 
 def load() -> None:
     """Compiles ahead: a second or two that would delay the first step."""
-    law = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    draw(torch.zeros(1, 4), *law, BatchParams([SamplingParams()]))
-    noise_to_rank_with(*law, 4, None)
-    noise_of_tokens(*law, law[1])
+    key_14, zero_1 = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    draw(torch.zeros(1, 4), Law(key_14, zero_1, BatchParams([SamplingParams()])))
+    noise_to_rank_with(key_14, zero_1, 4, None)
+    noise_of_tokens(key_14, zero_1, zero_1)
 
 
-def draw(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (tokens, int64[R]; log-probabilities, float32[R]; the rows that sampling.py must draw).
 
     Computes in float32. Rows with a NaN are left to sampling.py.
     """
-    (logits_RV, inverse_R), R = _scaled(logits_RV, params), len(logits_RV)
+    params, R = law.params, len(logits_RV)
+    logits_RV, inverse_R = _scaled(logits_RV, params)
     kept_RV = truncate(logits_RV[:, None], params)[:, 0] if params.truncates else logits_RV
     logits = logits_RV.numpy()
     rows = (logits, kept_RV.numpy(), logits.max(axis=1) * inverse_R)
-    law = (inverse_R, _column(params.noise_scale_B11, R), *_as_words(keys_R4, positions_R))
+    by_row = (inverse_R, _column(params.noise_scale_B11, R), *_as_words(law.keys_R4, law.positions_R))
     tokens_R, logprobs_R, unsure_R = np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.bool_)
-    _in_threads(_draw_rows, logits.size, R, (rows, law, (tokens_R, logprobs_R, unsure_R)))
+    _in_threads(_draw_rows, logits.size, R, (rows, by_row, (tokens_R, logprobs_R, unsure_R)))
     return torch.from_numpy(tokens_R), torch.from_numpy(logprobs_R), torch.from_numpy(unsure_R.nonzero()[0])
 
 

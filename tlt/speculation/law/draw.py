@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt.speculation.law import sampling
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
 NOISE_BYTES = 1 << 28
@@ -35,19 +35,16 @@ def compiled_loops() -> ModuleType | None:
     return compiled
 
 
-def draw(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, [R]) as `sample` does, row r with keys_R4[r] at
-    positions_R[r]."""
+def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, int64[R]; log-probabilities, [R]), as `sample` defines them."""
     loops = compiled_loops() if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 else None
     if loops is None:
-        return _in_parts(logits_RV, keys_R4, positions_R, params)
-    tokens_R, logprobs_R, unsure = loops.draw(logits_RV, keys_R4, positions_R, params)
+        return _in_parts(logits_RV, law)
+    tokens_R, logprobs_R, unsure = loops.draw(logits_RV, law)
     if unsure.numel():
-        logits_UV, params_U = logits_RV[unsure], params.take(unsure)
-        tokens_U, slow_U = _in_parts(logits_UV, keys_R4[unsure], positions_R[unsure], params_U)
-        fast_U = loops.logprobs(logits_UV, tokens_U, params_U)  # as of all other rows, where it is finite
+        logits_UV, law_U = logits_RV[unsure], law.take(unsure)
+        tokens_U, slow_U = _in_parts(logits_UV, law_U)
+        fast_U = loops.logprobs(logits_UV, tokens_U, law_U.params)  # as of all other rows, where it is finite
         tokens_R[unsure], logprobs_R[unsure] = tokens_U, torch.where(fast_U.isfinite(), fast_U, slow_U)
     return tokens_R, logprobs_R
 
@@ -99,23 +96,21 @@ def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> T
     return noise_K
 
 
-def _in_parts(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[Tensor, Tensor]:
+def _in_parts(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits_RV.shape
-    law, per_part = draw_by_definition, NOISE_BYTES // (28 * vocab_size)
+    draw_part, per_part = draw_by_definition, NOISE_BYTES // (28 * vocab_size)
     if logits_RV.is_cuda:
-        law, per_part = kernels().draw, VALUES_PER_PART // vocab_size if params.truncates else num_rows
+        draw_part, per_part = kernels().draw, num_rows
+        if law.params.truncates:
+            per_part = VALUES_PER_PART // vocab_size
     step = max(per_part, 1)
     bounds = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-    parts = [law(logits_RV[i:j], keys_R4[i:j], positions_R[i:j], params.rows(i, j)) for i, j in bounds]
+    parts = [draw_part(logits_RV[i:j], law.rows(i, j)) for i, j in bounds]
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def draw_by_definition(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[Tensor, Tensor]:
-    noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
-    tokens_R1, logprobs_R1 = sample(logits_RV[:, None], noise_R1V, params)
+def draw_by_definition(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    noise_R1V = gumbel_noise(law.keys_R4, law.positions_R[:, None], logits_RV.shape[1])
+    tokens_R1, logprobs_R1 = sample(logits_RV[:, None], noise_R1V, law.params)
     return tokens_R1[:, 0], logprobs_R1[:, 0]

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt.speculation.law.fused_logprobs import chosen_logprobs
-from tlt.speculation.law.params import BatchParams, truncate
+from tlt.speculation.law.params import Law, truncate
 
 BLOCK = 2048
 """Values of a program: eight per thread do not spill registers."""
@@ -28,12 +28,10 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """`enable_fp_fusion` would turn logits / T + noise into an fma."""
 
 
-def draw(
-    logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-) -> tuple[Tensor, Tensor]:
+def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """As `draw.draw`. Memory per row: 12 bytes per BLOCK of logits; with truncation, 60 bytes per logit."""
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    num_rows, vocab_size = logits_RV.shape
+    (num_rows, vocab_size), params = logits_RV.shape, law.params
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     kept_RV = (
         truncate(params.scale(logits_RV[:, None]), params)[:, 0].contiguous() if params.truncates else None
@@ -43,12 +41,12 @@ def draw(
     best_RK = torch.empty(num_rows, num_blocks, dtype=dtype, device=logits_RV.device)
     columns = (params.inverse_temperature_B11, params.noise_scale_B11)
     inverse_R, noise_scale_R = (None if c is None else c.flatten() for c in columns)
-    law = (keys_R4.contiguous(), positions_R.contiguous(), inverse_R, noise_scale_R)
+    by_row = (law.keys_R4.contiguous(), law.positions_R.contiguous(), inverse_R, noise_scale_R)
     with torch.cuda.device_of(logits_RV):
         law_kernel[num_rows, num_blocks](
             logits_RV,
             kept_RV,
-            law,
+            by_row,
             tokens_RK,
             best_RK,
             logits_RV.stride(0),

@@ -1,8 +1,10 @@
-"""The sampling parameters of a batch, applied to logits: temperature, then top-k, top-p and min-p."""
+"""What the law draws by, row by row, and how sampling parameters change logits: temperature, then top-k,
+top-p and min-p."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +59,25 @@ class BatchParams:
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
         return scale(logits_BNV, self.inverse_temperature_B11)
+
+
+class Law(NamedTuple):
+    """What decides, beside the logits, the tokens of R rows.
+
+    keys_R4: int64, the 32-bit words of the responses' noise keys.
+    positions_R: int64, of the tokens to draw; below 2³².
+    params: of R sequences.
+    """
+
+    keys_R4: Tensor
+    positions_R: Tensor
+    params: BatchParams
+
+    def rows(self, first: int, end: int) -> Law:
+        return Law(self.keys_R4[first:end], self.positions_R[first:end], self.params.rows(first, end))
+
+    def take(self, rows_U: Tensor) -> Law:
+        return Law(self.keys_R4[rows_U], self.positions_R[rows_U], self.params.take(rows_U))
 
 
 def scale(logits_BNV: Tensor, inverse_temperature_B11: Tensor | None) -> Tensor:

@@ -9,40 +9,24 @@ Every committed token is the target's own sample, so speculation is lossless for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt.base.types import DraftTree, Verdict
 from tlt.speculation.law.draw import draw
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.sampling import sample
+from tlt.speculation.law.params import Law
 
 
-@dataclass(frozen=True)
-class NoiseAt:
-    """Names the noise Gumbel(keys_B4[b], positions_BN[b, n], v) of all tokens v; draw.py computes it."""
-
-    keys_B4: Tensor
-    positions_BN: Tensor
-
-
-Noise = Tensor | NoiseAt
-"""The noise of the position that follows each node. Engines pass a `NoiseAt`, tests values [B, N, V]."""
-
-
-def verify(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+def verify(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
     """Returns one verdict per sequence.
 
-    noise: of the position that *follows* each node.
+    law: of B · N rows, the nodes one sequence after the other, at the position that *follows* each node.
 
     Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
     """
-    if isinstance(noise, NoiseAt):
-        chosen_BN, logprobs_BN = _draw_at_nodes(logits_BNV, noise, params)
-    else:
-        chosen_BN, logprobs_BN = sample(logits_BNV, noise, params)
+    drawn = draw(logits_BNV.flatten(0, 1), law)
+    chosen_BN, logprobs_BN = (drawn_R.view(logits_BNV.shape[:2]) for drawn_R in drawn)
     if tree.num_nodes == 1:
         (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
         return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]
@@ -58,18 +42,6 @@ def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[i
     """Converts tensors of one shape to lists in one transfer: reals travel as the bits of their float64."""
     packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
-
-
-def _draw_at_nodes(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
-    B, N, _ = logits_BNV.shape
-    if N == 1:
-        tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
-        return tokens_B[:, None], logprobs_B[:, None]
-    keys_R4 = noise.keys_B4.repeat_interleave(N, dim=0)
-    tokens_R, logprobs_R = draw(
-        logits_BNV.flatten(0, 1), keys_R4, noise.positions_BN.flatten(), params.repeat(N)
-    )
-    return tokens_R.view(B, N), logprobs_R.view(B, N)
 
 
 def _walk_chain(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:

@@ -32,7 +32,7 @@ from tests.replays import record_by_running
 from tlt.models import graphs
 from tlt.speculation.law import draw as draw_module
 from tlt.speculation.law import sampling
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import Law
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -167,12 +167,11 @@ def kernels() -> SimpleNamespace:
     def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
         return PretendTensor(sampling.gumbel_noise(plain(keys_B4), plain(positions_BT), vocab_size))
 
-    def draw(
-        logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams
-    ) -> tuple[Tensor, ...]:
-        assert params.inverse_temperature_B11 is None
-        assert params.noise_scale_B11 is None
-        drawn = draw_module.draw_by_definition(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
+    def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, ...]:
+        assert law.params.inverse_temperature_B11 is None
+        assert law.params.noise_scale_B11 is None
+        law = Law(plain(law.keys_R4), plain(law.positions_R), law.params)
+        drawn = draw_module.draw_by_definition(plain(logits_RV), law)
         return tuple(map(PretendTensor, drawn))
 
     return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)

@@ -37,8 +37,8 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.own import tree_forward
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
-from tlt.speculation.law.params import BatchParams
-from tlt.speculation.law.verify import Noise, verify
+from tlt.speculation.law.params import Law
+from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import StepOutcome
 from tlt.speculation.tuner.tuner import Fixed
 
@@ -68,8 +68,8 @@ def count(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> Mapping[Res
     """Counts in every tree that the engine verifies, beside it."""
     counted: dict[ResponseId, list[Counted]] = {id_of(request): [] for request in REQUESTS}
 
-    def counting(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
-        verdicts = verify(tree, logits_BNV, noise, params)
+    def counting(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
+        verdicts = verify(tree, logits_BNV, law)
         rows = zip(engine.running, tree.tokens_BN.tolist(), tree.parents_BN.tolist(), verdicts, strict=True)
         for row, (sequence, tokens, parents, verdict) in enumerate(rows):
             nodes = [n for n in range(1, tree.row_lengths[row]) if parents[n] >= 0]
@@ -149,9 +149,9 @@ def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_pad
     engine = engine_for(arm) if arm[0] != "a" else make_engine(POLICY, Fixed(Strategy.parse(arm)), "random")
     survivors, drafted, outcomes, deepest = Counter[int](), list[int](), list[StepOutcome](), 0
 
-    def counting(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+    def counting(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         nonlocal deepest
-        verdicts = verify(tree, logits_BNV, noise, params)
+        verdicts = verify(tree, logits_BNV, law)
         for parents, verdict in zip(tree.parents_BN.tolist(), verdicts, strict=True):
             depths = {0: 0}
             for node, parent in enumerate(parents):
@@ -188,10 +188,10 @@ def test_the_target_does_not_read_the_padding_of_retrieved_trees(
         read.append(len(ids))
         return forward(ids, *rest)
 
-    def counting(tree: DraftTree, logits_BNV: Tensor, noise: Noise, params: BatchParams) -> list[Verdict]:
+    def counting(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         wanted.append(int((tree.parents_BN >= 0).sum()) + len(tree.parents_BN))
         assert read[-1] == wanted[-1]
-        return verify(tree, logits_BNV, noise, params)
+        return verify(tree, logits_BNV, law)
 
     monkeypatch.setattr(engine.model, "forward_capturing", watched)
     monkeypatch.setattr(tree_forward, "verify", counting)

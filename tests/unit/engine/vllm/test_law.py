@@ -19,7 +19,7 @@ from tlt.base.types import Request, SamplingParams
 from tlt.engine.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.engine.vllm.strategies import check_speculation, draft_depths, vllm_kinds
 from tlt.speculation.law.draw import draw
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
 
 VOCAB, NUM_SLOTS = 61, 9
@@ -178,7 +178,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
     params, keys_R4 = BatchParams([law.params for law in found]), keys_tensor([law.key for law in found])
     logits_RV = torch.randn(7, VOCAB, dtype=torch.float64)  # float64 is the reference's
     positions_R = torch.arange(7) * 3
-    whole = draw(logits_RV, keys_R4, positions_R, params)
+    whole = draw(logits_RV, Law(keys_R4, positions_R, params))
     monkeypatch.setattr(draw_module, "NOISE_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []
 
@@ -187,7 +187,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
         return gumbel_noise(keys_B4, positions_BT, vocab_size)
 
     monkeypatch.setattr(draw_module, "gumbel_noise", counted)
-    parts = draw(logits_RV, keys_R4, positions_R, params)
+    parts = draw(logits_RV, Law(keys_R4, positions_R, params))
     assert asked == [3, 3, 1]
     assert torch.equal(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])

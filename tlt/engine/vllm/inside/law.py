@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlt.base.types import Request, SamplingParams, UserError, checked
 from tlt.speculation.law.draw import draw, noise_to_rank_with
-from tlt.speculation.law.params import MAX_INVERSE_TEMPERATURE, BatchParams
+from tlt.speculation.law.params import MAX_INVERSE_TEMPERATURE, BatchParams, Law
 from tlt.speculation.law.sampling import keys_tensor
 
 EXTRA = "tlt"
@@ -136,7 +136,7 @@ class LawTable:
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
             self.recorded.append((logits_RV.clone(), positions_R.clone(), keys_R4))
-        return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R))
+        return draw(logits_RV, Law(keys_R4, positions_R, self.params.take(slots_R)))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
         """Returns argmax of log q / tau + the target's noise, int64[R]. q: the draft distribution at the
