@@ -59,7 +59,7 @@ class Subject:
             return build_backend(self.model, settings, drafter)
         policy = self.weights or self.model.tensors
         engine = build_engine(self.model.config, policy, settings, drafter, decode=self.model.decode)
-        self.weights = engine.model
+        self.weights = engine.target
         return engine
 
     def requests(self, helping: int, num: int) -> list[Request]:

@@ -97,7 +97,7 @@ class Ours:
             None if way in ("off", "retrieval") else self.drafter,
         )
         engine = build_engine(self.model.config, policy, settings, drafter)
-        self.weights = engine.model
+        self.weights = engine.target
         return engine
 
 

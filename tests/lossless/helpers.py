@@ -106,7 +106,7 @@ def make_engine(
         model = random_drafter(policy.config, drafter) if isinstance(drafter, str) else drafter
         drafting = pack_drafter(model.config, model.state_dict(), dtype)
         settings = LearnedSettings(window=window)
-        learned = LearnedDrafter(drafting, engine.model, max_batch_size, settings)
+        learned = LearnedDrafter(drafting, engine.target, max_batch_size, settings)
     engine.load_drafter(make_drafter(learned, max_batch_size))
     return engine
 

@@ -258,13 +258,13 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 33)
     monkeypatch.setattr("tlt.engine.own.prefill._PART_TOKENS", 16)
     engine, sizes = make_engine(POLICY, Fixed(strategy), max_batch_size=20), list[int]()
-    forward = engine.model.forward_capturing
+    forward = engine.target.forward_capturing
 
     def watched(tokens_N: torch.Tensor, *rest: object) -> object:
         sizes.append(len(tokens_N))
         return forward(tokens_N, *rest)
 
-    engine.model.forward_capturing = watched
+    engine.target.forward_capturing = watched
     engine.add(asked)
     engine.memory.reserve(1, 1)
     engine._prefill(engine.scheduler.admit(engine.memory.fits_longer))

@@ -114,9 +114,9 @@ def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() 
 
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
-    sizes, logits = [], engine.model.logits
+    sizes, logits = [], engine.target.logits
     monkeypatch.setattr(
-        engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
+        engine.target, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
     )
     assert_plain(engine)
     assert max(sizes) <= 8 * tree_forward.PIECE

@@ -61,8 +61,8 @@ def _noise_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_with_twins(strategies: list[Strategy], dtype: torch.dtype, batch: int) -> RolloutEngine:
     tuner = Fixed(strategies[0]) if len(strategies) == 1 else Switching(strategies, seed=batch)
     engine = make_engine(POLICY, tuner, dtype=dtype, max_batch_size=batch)
-    logits = engine.model.logits
-    engine.model.logits = lambda features: doubled(logits(features))
+    logits = engine.target.logits
+    engine.target.logits = lambda features: doubled(logits(features))
     return engine
 
 

@@ -138,7 +138,7 @@ def run_engine(
     """Returns the engine and all that it finished, with what was captured."""
     engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3, tuner=tuner)
     engine.load_policy(dict(POLICY.named_parameters()))
-    drafter = make_drafter(3, engine.model)
+    drafter = make_drafter(3, engine.target)
     if oracle:
         rollouts = [finished.rollout for finished in run_engine(Fixed(Strategy.OFF), requests)[1]]
         answers = {(r.problem_id, r.sample_index): r.token_ids for r in rollouts}

@@ -37,7 +37,7 @@ SOME = torch.arange(5, VOCAB, 3)
 
 
 def target_of(name: str) -> Target:
-    return make_engine(name, torch.float64).model
+    return make_engine(name, torch.float64).target
 
 
 def make_model(config: ModelConfig, method: Method) -> DraftModel:
@@ -113,7 +113,7 @@ def test_a_drafter_learns_any_target_and_changes_none_of_its_tokens(name: str, m
         engine = make_engine(name, torch.float64)
         engine.tuner = Fixed(Strategy.parse("learned:4x1x4"))
         packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-        engine.load_drafter(LearnedDrafter(packed, engine.model, 4))
+        engine.load_drafter(LearnedDrafter(packed, engine.target, 4))
         assert tokens_of(engine, requests) == off
         assert engine.stats.accept_length is not None
         return engine.stats.accept_length

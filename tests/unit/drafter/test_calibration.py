@@ -72,7 +72,7 @@ def test_the_verdicts_of_an_engine_teach_its_drafter() -> None:
         PackedTransformer(CONFIG, torch.float64), max_batch_size=3, tuner=Fixed(Strategy("learned", 3, 2, 6))
     )
     engine.load_policy(dict(POLICY.named_parameters()))
-    drafter = LearnedDrafter(pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64), engine.model, 3)
+    drafter = LearnedDrafter(pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64), engine.target, 3)
     assert drafter.calibration is not None
     before = sum(drafter.calibration.seen)
     engine.load_drafter(drafter)

@@ -113,7 +113,7 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     engine = make_engine(policy, OnFrom(30))
     target_rows: list[int] = []
     drafter_rows: list[int] = []
-    target, learned = engine.model, engine.drafter.learned
+    target, learned = engine.target, engine.drafter.learned
 
     def spy(model: object, name: str, rows: list[int]) -> None:
         original = getattr(model, name)

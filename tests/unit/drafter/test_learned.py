@@ -129,7 +129,7 @@ def test_features_after_a_long_accepted_reference_are_those_of_a_plain_forward(n
         tuner=Fixed(Strategy("ahead", 128, 1, 128)),
     )
     engine.load_policy(dict(POLICY.named_parameters()))
-    engine.load_drafter(make_drafter(3, engine.model))
+    engine.load_drafter(make_drafter(3, engine.target))
     use_references(engine, references, 3)
     engine.add([asked])
     ended: list[Finished] = []

@@ -180,7 +180,7 @@ def test_tokens_are_those_of_off(
     engine.load_policy(POLICY.state_dict())
     model = make_model(2, method, draft_vocab, DEEP)
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    drafter = LearnedDrafter(packed, engine.model, 3, LearnedSettings(keep_targets=True))
+    drafter = LearnedDrafter(packed, engine.target, 3, LearnedSettings(keep_targets=True))
     engine.load_drafter(drafter)
     engine.add(requests)
     found, captured = {}, {}

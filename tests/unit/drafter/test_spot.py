@@ -75,11 +75,11 @@ def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     for trajectory in captured.trajectories:
         expected = trajectory.features_TF
         trajectory.features_TF = None
-        recompute = FeatureRecompute(engine.model, (engine.config.num_layers,), trajectory)
+        recompute = FeatureRecompute(engine.target, (engine.config.num_layers,), trajectory)
         while not recompute.advance(chunk):
             assert trajectory.features_TF is None
         torch.testing.assert_close(trajectory.features_TF, expected, rtol=0, atol=1e-9)
-        assert trajectory.policy_version == engine.model.version
+        assert trajectory.policy_version == engine.target.version
 
 
 @pytest.mark.parametrize("with_features", [True, False], ids=["training", "recomputing"])

@@ -265,7 +265,7 @@ def drafting_engine(
     engine.load_policy(dict(POLICY.named_parameters()))
     packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)
-    learned = LearnedDrafter(packed, engine.model, 4, vocabulary=vocabulary)
+    learned = LearnedDrafter(packed, engine.target, 4, vocabulary=vocabulary)
     engine.load_drafter(learned)
     outside: set[int] = set()
     original = learned.propose

@@ -93,7 +93,7 @@ def num_other_by_eagle(name: str) -> int:
     model = random_drafter(engine.config, "learned")
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
     engine.tuner = Fixed(Strategy.parse("learned:4x2x6"))
-    engine.load_drafter(LearnedDrafter(packed, engine.model, 4))
+    engine.load_drafter(LearnedDrafter(packed, engine.target, 4))
     found = by_id(engine.generate(make_requests()))
     assert engine.stats.num_verifications > 0
     return sum(found[key].token_ids != off[key].token_ids for key in off)
@@ -146,7 +146,7 @@ def adapter_gap(name: str) -> float:
     engine = AnyTarget(config_of(name), torch.float64)
     engine.load(dict(FullTensors(policy, torch.float64)), 1)
     with torch.no_grad():
-        return (logits_of(engine.model) - logits_of(policy)).abs().max().item()
+        return (logits_of(engine.target) - logits_of(policy)).abs().max().item()
 
 
 def gradient_error(name: str) -> float:

@@ -121,7 +121,7 @@ def test_drafts_batches_and_the_update_have_the_bits_of_one_response_alone(
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
         assert found.routes == expected.routes
     batch = [Experience(rollout, (), needs_grad=True) for rollout in alone.values()]
-    found_T, _ = logprobs_of_rows(EqualRows(engine.model, PARAMS, lambda: None), batch)
+    found_T, _ = logprobs_of_rows(EqualRows(engine.target, PARAMS, lambda: None), batch)
     assert found_T.tolist() == [logprob for r in alone.values() for logprob in r.logprobs]
 
 

@@ -81,9 +81,9 @@ def test_the_engine_records_the_experts_of_every_token_that_it_reads(name: str) 
     for rollout in engine.generate(make_requests()):
         assert rollout.token_ids == off[rollout.problem_id, rollout.sample_index].token_ids
         wanted = their_routes(name, [*rollout.prompt_ids, *rollout.token_ids[:-1]])
-        assert torch.equal(routes_of(rollout, engine.model.model.route_shape), wanted)
+        assert torch.equal(routes_of(rollout, engine.target.model.route_shape), wanted)
     assert engine.stats.accept_length > 1.5
-    assert not engine.model.records_routes, "others, such as a drafter's training, call it too"
+    assert not engine.target.records_routes, "others, such as a drafter's training, call it too"
 
 
 def test_a_response_that_is_read_again_has_all_routes_and_a_sample_has_the_first(

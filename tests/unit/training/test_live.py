@@ -106,7 +106,7 @@ def test_every_call_uses_the_weights_of_that_moment(dtype: str) -> None:
     rollouts = LiveRollouts(model, LiveSettings(dtype=dtype))
     for step in range(3):
         rollouts.generate(PROMPTS[:1], PARAMS, step)
-        packed, ids = rollouts.engine.model, torch.tensor([1, 5, 6, 9])
+        packed, ids = rollouts.engine.target, torch.tensor([1, 5, 6, 9])
         with torch.no_grad():
             attend = PackedCausal(packed.config, [4])
             found = packed.logits(packed.forward(ids, attend.positions(), attend)).double()
@@ -126,7 +126,7 @@ def test_nothing_is_ever_written_into_the_trainers_weights() -> None:
         module_tensors(other, expected_shapes(engine.config)), 1
     )  # of another type: it cannot be borrowed
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(engine.model.embedding_VE, other.model.embed_tokens.weight.double())
+    assert torch.equal(engine.target.embedding_VE, other.model.embed_tokens.weight.double())
 
 
 def test_a_single_rank_trains_the_drafter_for_a_share_of_its_time_and_can_save_it(

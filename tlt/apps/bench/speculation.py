@@ -52,7 +52,7 @@ class Subject:
         first = build_engine(config, self.model.tensors, off, decode=decode)
         return {
             OFF: first,
-            ADAPTIVE: build_engine(config, first.model, adaptive, self.drafter, decode=decode),
+            ADAPTIVE: build_engine(config, first.target, adaptive, self.drafter, decode=decode),
         }
 
     def requests(self, index: int, num: int) -> list[Request]:

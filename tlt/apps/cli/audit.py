@@ -222,7 +222,7 @@ def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> I
         rows = None
         if options.equal_rows and device.type == "cpu":
             assert isinstance(engine, RolloutEngine)
-            rows = EqualRows(engine.model, requests[0].params, lambda: None)
+            rows = EqualRows(engine.target, requests[0].params, lambda: None)
         trained = trained_logprobs(model, dtype, device, alone, options.temperature, rows)
         yield compare("trainer", alone, trained, len(requests))
 

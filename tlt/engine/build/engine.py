@@ -160,11 +160,11 @@ def load_stored_drafter(drafter: Path | None, model: ModelFolder) -> StoredDraft
 
 def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
     drafting = settings.drafting
-    packed = pack_drafter(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    packed = pack_drafter(drafter.config, drafter.tensors, engine.target.dtype, engine.device)
     check_wanted(drafting.vocabulary, drafter.config)
     vocabulary = None
     if drafter.config.can_choose:
-        costs = DraftCosts.of(engine.model.config, drafter.config)
+        costs = DraftCosts.of(engine.target.config, drafter.config)
         vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
     learned = LearnedSettings(keep_targets=drafting.train)
-    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, vocabulary)
+    return LearnedDrafter(packed, engine.target, settings.max_batch_size, learned, vocabulary)

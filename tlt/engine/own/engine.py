@@ -56,12 +56,13 @@ class RolloutEngine(RolloutBackend):
     routes: see `Routes`; a dense model has none.
     """
 
+    target: Target
     drafter: Drafter[Any]
     generates_without_side_effects = True
 
     def __init__(
         self,
-        model: Target,
+        target: Target,
         *,
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,
@@ -70,18 +71,18 @@ class RolloutEngine(RolloutBackend):
         cache_bytes: Callable[[], int | None] = lambda: None,
         routes: Routes = "none",
     ) -> None:
-        window = model.config.max_positions
+        window = target.config.max_positions
         super().__init__(max_batch_size, window, tuner=tuner, on_span=on_span, decode=decode)
-        self.model = self.target = model
-        self.config, self.device = model.config, model.device
+        self.target = target
+        self.config, self.device = target.config, target.device
         self.scheduler = Scheduler(self.waiting, max_batch_size, window, decode)
-        self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
+        self.cache = Cache(self.config, self.config.num_layers, target.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, window, cache_bytes)
         self.drafter = self.memory.drafter
-        self.routes = routes if model.num_routes else "none"
+        self.routes = routes if target.num_routes else "none"
         self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None
-        prepare_kernels(self.device, model.dtype)
+        prepare_kernels(self.device, target.dtype)
         if self.device.type == "cpu":
             compiled_loops()
 
@@ -89,12 +90,12 @@ class RolloutEngine(RolloutBackend):
 
     @property
     def policy_version(self) -> int:
-        return self.model.version
+        return self.target.version
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
         assert self.is_idle, "a policy cannot change under running responses"
         self.graphs.clear()
-        self.model.load_parts(parts, version)
+        self.target.load_parts(parts, version)
 
     def load_drafter(self, drafter: Drafter[Any]) -> None:
         """Raises UserError without a tuner: no step would use the drafter."""
@@ -186,8 +187,8 @@ class RolloutEngine(RolloutBackend):
             self.cache.release()
         self.memory.reserve(len(self.running), self.scheduler.longest + 1)
         admissions = [self._enter(admission) for admission in admissions]
-        with self.model.recording(self.routes == "all"):
-            prefill(self.model, self.cache, admissions, self.drafter.capture, self._on_read)
+        with self.target.recording(self.routes == "all"):
+            prefill(self.target, self.cache, admissions, self.drafter.capture, self._on_read)
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
@@ -238,7 +239,7 @@ class RolloutEngine(RolloutBackend):
         tokens = [sequence.tokens for sequence in self.running]
         return BatchState(
             len(tokens),
-            self.model.version,
+            self.target.version,
             self.drafter.version,
             num_admitted,
             self.drafter.reference_drafts(tokens),
@@ -275,12 +276,12 @@ class RolloutEngine(RolloutBackend):
         needs_first = self.routes == "first" and any(one.needs_first_routes for one in self.running)
         length = max(prefixes) + tree.num_nodes
         self.memory.reserve(len(prefixes), length)
-        recorded = recorded_length(self.graphs, self.model, self.cache, tree, length)
-        nodes = layout(tree, prefixes, self.model.dtype, recorded)
+        recorded = recorded_length(self.graphs, self.target, self.cache, tree, length)
+        nodes = layout(tree, prefixes, self.target.dtype, recorded)
         graphs = None if recorded is None else self.graphs
-        with self.model.recording(needs_first or self.routes == "all"):
+        with self.target.recording(needs_first or self.routes == "all"):
             captured_BNF, forward = forward_trees(
-                self.model, self.cache, tree, nodes, self.drafter.capture, graphs
+                self.target, self.cache, tree, nodes, self.drafter.capture, graphs
             )
             captured_BNF, routes_BNR = self._split(captured_BNF)
         verdicts = forward.verdicts(partial(law.of_nodes, nodes))
@@ -290,7 +291,7 @@ class RolloutEngine(RolloutBackend):
                 sequence.note_routes(routes_NR[path], self.routes == "all")
         for sequence, verdict in zip(self.running, verdicts, strict=True):
             if not math.isfinite(sum(verdict.logprobs)):
-                raise broken_policy(self.model.version, self.model.dtype, sequence)
+                raise broken_policy(self.target.version, self.target.dtype, sequence)
         if not tree.is_chain:
             self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
         self._remember(tree, captured_BNF, prefixes, verdicts)
@@ -298,9 +299,9 @@ class RolloutEngine(RolloutBackend):
 
     def _split(self, captured: Tensor) -> tuple[Tensor, Tensor | None]:
         """(features, routes) of what `forward_capturing` returns."""
-        if not self.model.records_routes:
+        if not self.target.records_routes:
             return captured, None
-        num_features = captured.shape[-1] - self.model.num_routes
+        num_features = captured.shape[-1] - self.target.num_routes
         return captured[..., :num_features], captured[..., num_features:].to(torch.uint8)
 
     def _remember(
@@ -340,7 +341,7 @@ class RolloutEngine(RolloutBackend):
             self.stats.record_verifications(drafted, accepted, kept, deepest)
         for version, num_accepted in zip(proposal.references, accepted, strict=False):
             if version is not None:
-                self.stats.record_reference(version, self.model.version, num_accepted)
+                self.stats.record_reference(version, self.target.version, num_accepted)
         followed = tuple(version is not None for version in proposal.references)
         seconds = time.perf_counter() - start
         outcome = StepOutcome(sum(kept), accepted, drafted, seconds, followed)
@@ -353,7 +354,7 @@ class RolloutEngine(RolloutBackend):
         has_ended = [sequence.finish_reason is not None for sequence in self.running]
         for slot in reversed([*compress(count(), has_ended)]):
             sequence = self.running[slot]
-            rollout = sequence.to_rollout(self.model.version)
+            rollout = sequence.to_rollout(self.target.version)
             captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
             if self.parks and sequence.finish_reason == "stop":
                 self._park(slot)

@@ -36,7 +36,7 @@ OnRead = Callable[[tuple[int, ...], int, Tensor], None]
 
 @torch.inference_mode()
 def prefill(
-    model: Target,
+    target: Target,
     cache: Cache,
     admissions: Sequence[Admission],
     capture: tuple[int, ...],
@@ -48,38 +48,38 @@ def prefill(
     """
     new = [a for a in admissions if len(a.tokens) > 1 and not a.num_read]
     for group in prefill_groups(new, lambda a: len(a.tokens)):
-        for admission, captured_TF in _read_first(model, cache, group, capture):
+        for admission, captured_TF in _read_first(target, cache, group, capture):
             on_read(admission.slots, 0, captured_TF)
-            for start, later_TF in _read_on(model, cache, admission, capture, kv_cache.PREFILL_TOKENS):
+            for start, later_TF in _read_on(target, cache, admission, capture, kv_cache.PREFILL_TOKENS):
                 on_read(admission.slots, start, later_TF)
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
     for group in _neighbours([a for a in admissions if a.num_read]):
         if len(group) > 1:
-            for admission, said_TF in _read_together(model, cache, group, capture):
+            for admission, said_TF in _read_together(target, cache, group, capture):
                 on_read(admission.slots, admission.num_read, said_TF)
             continue
         (admission,) = group
-        for start, later_TF in _read_on(model, cache, admission, capture, admission.num_read):
+        for start, later_TF in _read_on(target, cache, admission, capture, admission.num_read):
             on_read(admission.slots, start, later_TF)
         cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
 
 
 def _read_first(
-    model: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
+    target: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor]]:
     """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text and its features."""
     texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
     slots = [group[i].slots[0] for _, members in shared for i in members]
-    attend = storing_prefill(model.config, families, cache.layers, slots)
+    attend = storing_prefill(target.config, families, cache.layers, slots)
     parts = [
         part
         for length, (first, *others) in shared
         for part in (texts[first], *(texts[i][length:] for i in others))
     ]
-    tokens_N = upload([token for part in parts for token in part], model.device)
-    captured_NF = model.forward_capturing(tokens_N, attend.positions(model.device), attend, capture)[1]
+    tokens_N = upload([token for part in parts for token in part], target.device)
+    captured_NF = target.forward_capturing(tokens_N, attend.positions(target.device), attend, capture)[1]
     captured = iter(captured_NF.split([len(part) for part in parts]))
     for length, (first, *others) in shared:
         first_TF = next(captured)
@@ -136,32 +136,32 @@ def _neighbours(parked: Sequence[Admission]) -> list[list[Admission]]:
 
 
 def _read_together(
-    model: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
+    target: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor]]:
     """Reads the rests of parked texts in one forward. Yields each text and its features."""
     first, counts = group[0].slots[0], [admission.num_left for admission in group]
     layers = [layer[first : first + len(group)] for layer in cache.layers]
     rests = [(*admission.tokens[admission.num_read : -1], *[0] * max(counts)) for admission in group]
-    rows = chain(upload([rest[: max(counts)] for rest in rests], model.device), counts)
+    rows = chain(upload([rest[: max(counts)] for rest in rests], target.device), counts)
     length = max(len(admission.tokens) for admission in group) - 1
-    nodes = layout(rows, [admission.num_read for admission in group], model.dtype, length)
-    attend = cached_trees(model.config, layers, nodes)
+    nodes = layout(rows, [admission.num_read for admission in group], target.dtype, length)
+    attend = cached_trees(target.config, layers, nodes)
     tokens_N, positions_N = rows.tokens_BN.flatten(), nodes.positions_BN.flatten()
     if attend.real_N is not None:
         tokens_N, positions_N = tokens_N[attend.real_N], positions_N[attend.real_N]
-    captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)[1]
+    captured_NF = target.forward_capturing(tokens_N, positions_N, attend, capture)[1]
     yield from zip(group, captured_NF.split(counts), strict=True)
 
 
 def _read_on(
-    model: Target, cache: Cache, admission: Admission, capture: tuple[int, ...], start: int
+    target: Target, cache: Cache, admission: Admission, capture: tuple[int, ...], start: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields position and features of each part from `start` on."""
     slot, num_read = admission.slots[0], len(admission.tokens) - 1
     layers = [layer[slot : slot + 1] for layer in cache.layers]
     for first in range(start, num_read, _PART_TOKENS):
         end = min(first + _PART_TOKENS, num_read)
-        columns_1T = torch.arange(first, end, device=model.device)[None]
-        attend = cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))
-        tokens_T = upload(admission.tokens[first:end], model.device)
-        yield first, model.forward_capturing(tokens_T, columns_1T[0], attend, capture)[1]
+        columns_1T = torch.arange(first, end, device=target.device)[None]
+        attend = cached(target.config, layers, columns_1T, end, chain_mask(columns_1T, end, target.dtype))
+        tokens_T = upload(admission.tokens[first:end], target.device)
+        yield first, target.forward_capturing(tokens_T, columns_1T[0], attend, capture)[1]

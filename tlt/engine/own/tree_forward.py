@@ -42,7 +42,7 @@ class TreeForward:
     real_N: their indices; None: all are real.
     """
 
-    model: Target
+    target: Target
     tree: DraftTree
     features_NE: Tensor
     real_N: Tensor | None
@@ -76,7 +76,7 @@ class TreeForward:
     def logits(self) -> Tensor:
         """[B, N, V]; zeros at padding."""
         B, N = self.tree.tokens_BN.shape
-        return pad(self.model.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
+        return pad(self.target.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
 
     def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
         """[b, n, V]; zeros at padding."""
@@ -84,18 +84,18 @@ class TreeForward:
         device = features_bnE.device
         is_real_bn = torch.arange(n, device=device) < upload(counts, device)[:, None]
         real_N = is_real_bn.flatten().nonzero()[:, 0]
-        return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
+        return pad(self.target.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
 
 
-def recorded_length(graphs: Graphs, model: Target, cache: Cache, tree: DraftTree, length: int) -> int | None:
+def recorded_length(graphs: Graphs, target: Target, cache: Cache, tree: DraftTree, length: int) -> int | None:
     """Returns the columns that a recorded forward reads; None: the forward runs eagerly."""
-    if graphs.is_on and model.is_recordable and tree.tokens_BN.numel() <= MOST_TOKENS:
+    if graphs.is_on and target.is_recordable and tree.tokens_BN.numel() <= MOST_TOKENS:
         return min(padded_length(length), cache.capacity)
     return None
 
 
 def forward_trees(
-    model: Target,
+    target: Target,
     cache: Cache,
     tree: DraftTree,
     nodes: TreeLayout,
@@ -108,12 +108,12 @@ def forward_trees(
         eagerly.
     """
     B, N = tree.tokens_BN.shape
-    if N > 1 and (unsound_V := model.unsound_V) is not None:  # any other draft token is as valid
+    if N > 1 and (unsound_V := target.unsound_V) is not None:  # any other draft token is as valid
         roots_B1 = tree.tokens_BN[:, :1]
         tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
-    config, layers = model.config, cache.layers
+    config, layers = target.config, cache.layers
     if graphs is not None:
-        return _replay(model, cache, tree, nodes, capture, graphs)
+        return _replay(target, cache, tree, nodes, capture, graphs)
     attend = cached_trees(config, layers, nodes)
     real_N = attend.real_N
     tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
@@ -121,14 +121,14 @@ def forward_trees(
         tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
     if nodes.length > config.max_positions:  # drafts beyond the window are never kept
         positions_N = positions_N.clamp_max(config.max_positions - 1)
-    features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
-    return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(model, tree, features_NE, real_N)
+    features_NE, captured_NF = target.forward_capturing(tokens_N, positions_N, attend, capture)
+    return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(target, tree, features_NE, real_N)
 
 
 def _replay(
-    model: Target, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int], graphs: Graphs
+    target: Target, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int], graphs: Graphs
 ) -> tuple[Tensor, TreeForward]:
-    config, layers, length = model.config, cache.layers, nodes.length
+    config, layers, length = target.config, cache.layers, nodes.length
     assert nodes.mask_BNL is not None, "added rows and columns are masked"
     is_tree = nodes.parents_BN is not None
 
@@ -139,7 +139,7 @@ def _replay(
             config, layers, columns_BN, length, mask_BNL, positions_BT=positions_BN if is_tree else None
         )
         tokens_N, positions_N = tokens_BN.flatten(), positions_BN.flatten()
-        found = model.forward_capturing(tokens_N, positions_N, attend, capture)
+        found = target.forward_capturing(tokens_N, positions_N, attend, capture)
         return tuple(x_NE.view(*tokens_BN.shape, -1) for x_NE in found)
 
     inputs = {
@@ -152,7 +152,7 @@ def _replay(
     features_BNE, captured_BNF = graphs.run(
         (tuple(capture), length, is_tree), forward, inputs, cache.num_slots
     )
-    return captured_BNF, TreeForward(model, tree, features_BNE.flatten(0, 1), None)
+    return captured_BNF, TreeForward(target, tree, features_BNE.flatten(0, 1), None)
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:

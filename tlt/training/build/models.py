@@ -90,7 +90,7 @@ def build_models(
     target = None
     if config.run.equal_rows and isinstance(engine, RolloutEngine) and world.device.type == "cpu":
         check_same_products(world, engine_dtype(config))
-        target = engine.model
+        target = engine.target
     trainer = build_policy_trainer(config, model, world, layout_of(config).is_sharded, target)
     drafter_training = build_drafter_training(
         config.drafter, stored, engine, world, timeline, seed=config.run.seed

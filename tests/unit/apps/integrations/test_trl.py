@@ -178,7 +178,7 @@ def test_training_uses_one_completion_per_prompt_and_the_weights_of_the_moment(
     assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
     rollout(["[1,2,16:5]"], trainer)  # the second step's update is in the engine too
     assert rollout.rollouts is not None
-    packed = rollout.rollouts.engine.model
+    packed = rollout.rollouts.engine.target
     assert torch.equal(packed.embedding_VE, trainer.model.get_input_embeddings().weight)
     assert packed.version == 2
 

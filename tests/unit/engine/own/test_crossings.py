@@ -36,7 +36,7 @@ def make_engine(strategy: Strategy, batch_size: int, method: Method = "eagle") -
     engine.load_policy(dict(POLICY.float().named_parameters()))
     model = new_model(drafter_shape(CONFIG, method)).initialize(2)
     packed = pack_drafter(model.config, model.state_dict(), torch.float32, DEVICE)
-    learned = LearnedDrafter(packed, engine.model, batch_size)
+    learned = LearnedDrafter(packed, engine.target, batch_size)
     drafter = make_drafter(learned, batch_size)
     rng, references = random.Random(0), References()
     engine.load_drafter(

@@ -32,13 +32,13 @@ def request(
 def watched_engine(monkeypatch: pytest.MonkeyPatch) -> tuple[RolloutEngine, list[int]]:
     """Returns an engine, and the numbers of tokens of its forwards to come."""
     engine, forwarded = make_engine(POLICY), []
-    forward = engine.model.forward_capturing
+    forward = engine.target.forward_capturing
 
     def watched(ids: torch.Tensor, *rest: Any) -> Any:
         forwarded.append(len(ids))
         return forward(ids, *rest)
 
-    monkeypatch.setattr(engine.model, "forward_capturing", watched)
+    monkeypatch.setattr(engine.target, "forward_capturing", watched)
     return engine, forwarded
 
 

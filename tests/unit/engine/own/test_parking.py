@@ -80,14 +80,14 @@ def read_by(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
     prefill = engine._prefill
 
     def watched(admissions: Any) -> None:
-        forward = engine.model.forward_capturing
+        forward = engine.target.forward_capturing
 
         def counted(ids: torch.Tensor, *rest: Any) -> Any:
             sizes.append(len(ids))
             return forward(ids, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "forward_capturing", counted)
+            patch.setattr(engine.target, "forward_capturing", counted)
             prefill(admissions)
 
     monkeypatch.setattr(engine, "_prefill", watched)

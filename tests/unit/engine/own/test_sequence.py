@@ -182,7 +182,7 @@ def test_the_target_does_not_read_the_padding_of_retrieved_trees(
     arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, read, wanted = engine_for(arm), list[int](), list[int]()
-    forward = engine.model.forward_capturing
+    forward = engine.target.forward_capturing
 
     def watched(ids: Tensor, *rest: Any) -> Any:
         read.append(len(ids))
@@ -193,7 +193,7 @@ def test_the_target_does_not_read_the_padding_of_retrieved_trees(
         assert read[-1] == wanted[-1]
         return verify(tree, logits_BNV, law)
 
-    monkeypatch.setattr(engine.model, "forward_capturing", watched)
+    monkeypatch.setattr(engine.target, "forward_capturing", watched)
     monkeypatch.setattr(tree_forward, "verify", counting)
     assert tokens_of(engine, REQUESTS) == {key: rollout.token_ids for key, rollout in PLAIN.items()}
     assert len({*wanted}) > 1

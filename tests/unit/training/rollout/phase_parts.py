@@ -207,6 +207,6 @@ def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngin
     model = make_model(seed)
     packed = new_packed(model.config, torch.float64)
     packed.load(model.state_dict(), 7)
-    learned = LearnedDrafter(packed, engine.model, 4, LearnedSettings(tau=0.7, calibrate=False))
+    learned = LearnedDrafter(packed, engine.target, 4, LearnedSettings(tau=0.7, calibrate=False))
     engine.load_drafter(learned)
     return engine, learned

@@ -29,7 +29,7 @@ from tlt.training.rollout.protocol import Journal
 
 def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> None:
     engine, learned = make_engine()
-    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+    trainer = DrafterTrainer(make_model(2), engine.target, PRESETS["hass"])
     carried = [Rollout("before", 0, (3, 4), (5, 6, 7), (0.0,) * 3, "stop", 0)]
     spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48)
     spot.end_step(carried, 1.0)
@@ -44,7 +44,7 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on() -> 
             PARAMS,
             "rollout",
             0,
-            IdleWork(training=make_training(spot, learned, engine.model)),
+            IdleWork(training=make_training(spot, learned, engine.target)),
         )
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]

@@ -83,7 +83,7 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
     """Versions of the replicas differ: 9 here, 10 and 7 elsewhere."""
     engine, learned = make_engine()
     spot = SpotTrainer(
-        DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48
+        DrafterTrainer(make_model(2), engine.target, PRESETS["hass"]), TrajectoryBuffer(10**6), 48
     )
     (queue,) = make_queues(1)
     average = make_model(5)
@@ -93,7 +93,7 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
         spot.trainer.model.load_state_dict(average.state_dict())
         return 9.0
 
-    drafter = make_training(spot, learned, engine.model, average_weighted, others=(10, 7))
+    drafter = make_training(spot, learned, engine.target, average_weighted, others=(10, 7))
     learned.load(make_model(4).state_dict(), 9)
     idle_work = IdleWork(training=drafter)
     result = make_phase(engine, queue).run(make_problems(2), 2, PARAMS, "rollout", 0, idle_work)

@@ -73,7 +73,7 @@ def test_the_updates_logprobs_are_the_engines_to_the_bit(
 ) -> None:
     engine = engine_of(model, dtype, speculation)
     batch = responses_of(engine, params)
-    rows = EqualRows(engine.model, params, lambda: None)
+    rows = EqualRows(engine.target, params, lambda: None)
     expected_T = torch.tensor([logprob for r in batch for logprob in r.rollout.logprobs])
     with_gradient_T, entropy_T = response_logprobs(model, batch, params.temperature, rows=rows)
     without_T, same_entropy_T = logprobs_of_rows(rows, batch)
@@ -91,7 +91,7 @@ def test_the_updates_logprobs_are_the_engines_to_the_bit(
 def test_gradients_are_those_of_pytorch_at_the_same_numbers(model: Transformer, checkpoints: bool) -> None:
     params = SamplingParams(max_tokens=40)
     batch = responses_of(engine := engine_of(model, torch.float32, "off"), params)
-    rows, gradients = EqualRows(engine.model, params, lambda: None), []
+    rows, gradients = EqualRows(engine.target, params, lambda: None), []
     model.checkpoints_activations = checkpoints
     for given in (rows, None):
         model.zero_grad()
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_pytorch_at_the_same_numbers(model: Transformer, 
 def test_experts_have_the_engines_logprobs_and_routes(experts: AnyTransformer, dtype: torch.dtype) -> None:
     params = SamplingParams(max_tokens=40)
     batch = responses_of(engine := engine_of(experts, dtype, "ngram:4x1x4"), params)
-    rows = EqualRows(engine.model, params, lambda: None)
+    rows = EqualRows(engine.target, params, lambda: None)
     expected_T = torch.tensor([logprob for r in batch for logprob in r.rollout.logprobs])
     for is_on in (True, False):
         routes = Routes(experts, torch.device("cpu"))
@@ -119,7 +119,7 @@ def test_gradients_of_experts_are_those_of_pytorch_at_the_same_numbers(experts: 
     params = SamplingParams(max_tokens=40)
     batch = responses_of(engine := engine_of(experts, torch.float32, "off"), params)
     gradients = []
-    for rows in (EqualRows(engine.model, params, lambda: None), None):
+    for rows in (EqualRows(engine.target, params, lambda: None), None):
         experts.zero_grad()
         logprobs_T, _ = response_logprobs(experts, batch, 1.0, Routes(experts, torch.device("cpu")), rows)
         (logprobs_T * torch.linspace(-1, 2, len(logprobs_T))).sum().backward()
@@ -135,8 +135,8 @@ def test_the_ratio_of_a_first_minibatch_is_exactly_one(
     batch = responses_of(engine, params)
     section = AlgorithmSection(minibatches=2, tokens_per_micro_batch=4096)
     sampling, gradients = SamplingSection(max_tokens=40), gradients_of(model, None)
-    load = partial(engine.model.load, dict(model.named_parameters()), 1)
-    rows = EqualRows(engine.model, params, load)
+    load = partial(engine.target.load, dict(model.named_parameters()), 1)
+    rows = EqualRows(engine.target, params, load)
     trainer = PolicyTrainer(model, section, OPTIMIZER, sampling, 10, gradients, rows=rows)
     ratios: list[Tensor] = []
 
