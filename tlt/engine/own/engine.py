@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import compress, count
 from typing import Any
 
@@ -284,7 +283,7 @@ class RolloutEngine(RolloutBackend):
                 self.target, self.cache, tree, nodes, self.drafter.capture, graphs
             )
             captured_BNF, routes_BNR = self._split(captured_BNF)
-        verdicts = forward.verdicts(partial(law.of_nodes, nodes))
+        verdicts = forward.verdicts(law)
         if routes_BNR is not None:
             for sequence, routes_NR, verdict in zip(self.running, routes_BNR, verdicts, strict=True):
                 path = slice(len(verdict.path)) if tree.is_chain else list(verdict.path)

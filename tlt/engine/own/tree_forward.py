@@ -10,7 +10,7 @@ With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,19 +19,16 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Verdict
 from tlt.base.uploads import upload
+from tlt.engine.own.noise import BatchLaw
 from tlt.models.attention import Cached, cached_trees, pad
 from tlt.models.graphs import MOST_TOKENS, Graphs, padded_length
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
-from tlt.speculation.law.params import Law
 from tlt.speculation.law.tree import TreeLayout, chain
 from tlt.speculation.law.verify import verify
 
 PIECE = Strategy.MAX_DEPTH + 1
 """Nodes of a chain verified at a time, the root included."""
-
-LawOf = Callable[[Sequence[int], int, int], Law]
-"""See `BatchLaw.of_nodes`."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,15 @@ class TreeForward:
 
     target: Target
     tree: DraftTree
+    nodes: TreeLayout
     features_NE: Tensor
     real_N: Tensor | None
 
-    def verdicts(self, law_of: LawOf) -> list[Verdict]:
+    def verdicts(self, law: BatchLaw) -> list[Verdict]:
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:
-            return verify(self.tree, self.logits(), law_of(rows, 0, N))
+            return verify(self.tree, self.logits(), law.of_nodes(self.nodes, rows, 0, N))
         features_BNE = pad(self.features_NE, self.real_N, B * N).view(B, N, -1)
         tokens = self.tree.tokens_BN.tolist()
         found: list[list[Verdict]] = [[] for _ in rows]
@@ -60,7 +58,7 @@ class TreeForward:
             end = first + max(counts)
             piece = chain(self.tree.tokens_BN[rows, first:end], counts)
             logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
-            verdicts = verify(piece, logits_bnV, law_of(rows, first, end))
+            verdicts = verify(piece, logits_bnV, law.of_nodes(self.nodes, rows, first, end))
             goes_on = []
             for row, count, verdict in zip(rows, counts, verdicts, strict=True):
                 found[row].append(verdict)
@@ -122,7 +120,8 @@ def forward_trees(
     if nodes.length > config.max_positions:  # drafts beyond the window are never kept
         positions_N = positions_N.clamp_max(config.max_positions - 1)
     features_NE, captured_NF = target.forward_capturing(tokens_N, positions_N, attend, capture)
-    return pad(captured_NF, real_N, B * N).view(B, N, -1), TreeForward(target, tree, features_NE, real_N)
+    forward = TreeForward(target, tree, nodes, features_NE, real_N)
+    return pad(captured_NF, real_N, B * N).view(B, N, -1), forward
 
 
 def _replay(
@@ -152,7 +151,7 @@ def _replay(
     features_BNE, captured_BNF = graphs.run(
         (tuple(capture), length, is_tree), forward, inputs, cache.num_slots
     )
-    return captured_BNF, TreeForward(target, tree, features_BNE.flatten(0, 1), None)
+    return captured_BNF, TreeForward(target, tree, nodes, features_BNE.flatten(0, 1), None)
 
 
 def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
