@@ -37,7 +37,7 @@ class Unfinished(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """Tokens that another engine would have to prefill."""
+        """Tokens to prefill if the response changed engines."""
         ...
 
     @property
@@ -46,17 +46,15 @@ class Unfinished(Protocol):
         ...
 
     def to_request(self) -> Request:
-        """Includes the tokens so far, for another engine to continue."""
+        """With the tokens so far, for another engine."""
         ...
 
 
 class RolloutBackend(ABC):
-    """Generates responses for requests.
-
-    max_batch_size: most running sequences.
+    """max_batch_size: most running sequences.
     window: most tokens of prompt and response together.
-    tuner: chooses the strategy of each step; None: no step drafts.
-    decode: token ids → text, for stop texts; None: requests with stop texts are refused.
+    tuner: None: no step drafts.
+    decode: token ids → text; None: requests with stop texts are refused.
     """
 
     device: torch.device
@@ -90,15 +88,15 @@ class RolloutBackend(ABC):
         """Number of updates of the loaded policy."""
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
-        """Loads a policy by Hugging Face names. The engine must be idle."""
+        """tensors: by Hugging Face names. The engine must be idle."""
         self.load_policy_parts([tensors], version)
 
     @abstractmethod
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Loads a sharded policy, which is never whole on one rank.
+        """Loads a policy that is never whole on one rank.
 
-        parts: tensors of whole layers. All ranks gather each part together, so an engine iterates to the end
-            and drops a part before the next.
+        parts: tensors of whole layers. All ranks gather a part together, so an engine iterates to the end,
+            and drops each part before the next.
         """
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,8 +120,7 @@ class RolloutBackend(ABC):
         return not self.running and not self.waiting
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests, new or withdrawn from an engine with the same policy. Raises UserError like
-        `check`."""
+        """Queues requests, new or withdrawn from an engine with the same policy. Raises as `check`."""
         requests = list(requests)
         for request in requests:
             self.check(request)
@@ -134,7 +131,7 @@ class RolloutBackend(ABC):
         check_request(request, self.window, self.decode is not None)
 
     def withdraw(self, slots: Iterable[int]) -> list[Request]:
-        """Removes responses between two steps; any engine with the same policy can continue them."""
+        """Removes responses, which any engine with the same policy can continue."""
         slots = sorted(slots, reverse=True)
         requests = [self.running[slot].to_request() for slot in slots]
         self._drop(slots)
@@ -151,13 +148,12 @@ class RolloutBackend(ABC):
         """The response does not go on here."""
 
     def abort(self) -> None:
-        """By the law, the same requests give the same tokens later."""
         self.waiting.clear()
         self._drop([*reversed(range(len(self.running)))])
 
     @abstractmethod
     def _drop(self, slots: Sequence[int]) -> None:
-        """Drops running responses. Slots come in falling order."""
+        """slots: in falling order."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Yields each response as it finishes."""
@@ -166,8 +162,8 @@ class RolloutBackend(ABC):
             yield from (finished.rollout for finished in self.step())
 
     def without_side_effects(self, drafts: bool) -> AbstractContextManager[EngineStats]:
-        """Generates without side effects: tuner and drafter learn nothing, no span is reported, and the
-        yielded statistics are of this context alone.
+        """Tuner and drafter learn nothing, no span is reported, and the yielded statistics are of this
+        context alone.
 
         drafts: False: as with speculation off.
         """
@@ -179,7 +175,7 @@ class RolloutBackend(ABC):
     def step(self, captures: bool = False) -> list[Finished]:
         """Admits what fits, and advances every prefilled response by at least one token.
 
-        captures: finished responses carry the captured target features, for drafter training.
+        captures: finished responses carry the target's features, to train the drafter.
         """
 
     def _count_step(self, choice: Choice, batch: BatchState, outcome: StepOutcome, start: float) -> None:
@@ -196,7 +192,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Frees the caches where the engine can. The engine must be idle."""
+        """Frees the caches where it can. The engine must be idle."""
 
     def close(self) -> None:  # noqa: B027  # not every engine has processes
-        """Ends processes of the engine, which cannot be used afterwards."""
+        """Ends the engine's processes."""

@@ -1,5 +1,5 @@
-"""The engine's own numbers in the update: log-probabilities of the update are to the bit those with which a
-response was generated, because a token's numbers depend on its own row alone.
+"""The engine's own numbers in the update: to the bit the log-probabilities with which a response was
+generated, because a token's numbers depend on its own row alone.
 
     the engine's copy of the policy ── a packed batch, compiled ─▶ inputs of layers, features, logits, routes
                                                                      │ stand for
@@ -36,9 +36,7 @@ class Read(NamedTuple):
 
 
 class EqualRows:
-    """Reads responses as the engine generates them.
-
-    target: an engine's copy of the weights.
+    """target: an engine's copy of the weights.
     params: with which the responses were drawn.
     load: loads weights that an optimizer step has changed.
     """

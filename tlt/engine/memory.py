@@ -33,7 +33,7 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def machine_bytes() -> int:
-    """Returns the machine's memory, or the container's limit."""
+    """The machine's memory, or the container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -69,7 +69,7 @@ class CacheMemory:
         return self._budget
 
     def slot_bytes(self, length: int) -> int:
-        """Counts all caches, with room for `length` tokens."""
+        """Of all caches, with room for `length` tokens."""
         return self.cache.slot_bytes(length) + self.drafter.slot_bytes(length)
 
     def has_room(self, num_slots: int, length: int) -> bool:
@@ -80,7 +80,7 @@ class CacheMemory:
         return self._make_room(num_slots, self._longer(length))
 
     def _make_room(self, num_slots: int, length: int) -> bool:
-        """Forgets parked sequences, the oldest first, until the slots fit; False: they fit in no case."""
+        """Forgets parked sequences, the oldest first, until the slots fit; False: they never do."""
         if not self.budget.fits(num_slots, length):
             return False
         while not self._beside_parked.fits(num_slots, length):
@@ -105,7 +105,6 @@ class CacheMemory:
         return min(length + max(length // 8, BLOCK), self.window)
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """The drafter's caches may grow as far."""
         if not self.cache.holds(num_slots, length):
             self._make_room(num_slots, length)
             self.cache.reserve(num_slots, length, self._beside_parked)

@@ -32,7 +32,7 @@ class Parked:
 
 
 class Parking:
-    """Parked responses, in the order in which they were parked. num_bytes: of all of them."""
+    """num_bytes: of all that is parked."""
 
     def __init__(self) -> None:
         self._parked: OrderedDict[ResponseId, Parked] = OrderedDict()

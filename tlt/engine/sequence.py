@@ -41,8 +41,7 @@ class Sequence:
 
     @staticmethod
     def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
-        """Starts from the prompt, or continues another engine's response, cut at its end if it contains
-        one."""
+        """Another engine's response goes on, cut at its end if it contains one."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
         drafts = None if request.drafts is None else [*request.drafts]
         settled = request.token_ids[: _num_settled(request)]
@@ -96,8 +95,8 @@ class Sequence:
         self.routes.append(routes_TR[num_known - first :])
 
     def note_routes(self, routes_NR: Tensor, of_all: bool) -> None:
-        """Call it before `commit`. of_all: False: of the response's first ROUTED_TOKENS alone, without the
-        prompt's last token, which the same forward reads."""
+        """Comes before `commit`. of_all: False: of the response's first ROUTED_TOKENS, without the prompt's
+        last token, which the same forward reads."""
         if not of_all:
             if not self.needs_first_routes:
                 return
@@ -133,8 +132,8 @@ class Sequence:
         return len(self.logprobs) - before
 
     def _end_at_stop_text(self, decode: Decode, num: int) -> None:
-        """Cuts behind the first of the last `num` tokens that completes a stop text. Nearly always, one look
-        at all of them excludes it."""
+        """Cuts behind the first of the last `num` tokens that completes a stop text. One look at all of them
+        mostly excludes it."""
         end = len(self.tokens)
         can_vanish = any(_NO_CHARACTER in text for text in self.request.params.stop)
         if not can_vanish and not self._says_stop(decode, end, num):
@@ -203,10 +202,7 @@ def _num_settled(request: Request) -> int:
 
 
 def check_request(request: Request, window: int, decodes: bool) -> None:
-    """Raises UserError for a request that cannot be answered.
-
-    decodes: whether stop texts can be found.
-    """
+    """Raises UserError. decodes: whether stop texts can be found."""
     prompt, length = f"prompt of problem {request.problem_id!r}", len(request.prompt_ids)
     if not length:
         raise UserError(f"{prompt} is empty; give it at least one token")

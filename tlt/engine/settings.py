@@ -20,8 +20,8 @@ class EngineSettings:
     borrows: share the policy's tensors where the layout allows.
     kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
     window: tokens of the longest sequence; None: the model's.
-    own_process: whether vLLM's worker is a process of its own, as several vLLMs in one process need. The
-        drafter's training then computes features anew: none are captured.
+    own_process: vLLM's worker is a process of its own, as several vLLMs in one process need; it captures no
+        features.
     equal_rows: whether a row's bits depend on that row alone.
     routes: see `Routes` (sequence.py); our engine alone records them.
     """

@@ -51,7 +51,7 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 class RolloutEngine(RolloutBackend):
     """Generates with PyTorch. All state lives in this object; nothing in it is random.
 
-    cache_bytes: returns the most bytes of all caches, None: no bound. Called whenever they start empty.
+    cache_bytes: see `CacheMemory`.
     routes: see `Routes`; a dense model has none.
     """
 
@@ -159,7 +159,6 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def step(self, captures: bool = False) -> list[Finished]:
-        """Preempts what no longer fits, admits what does, and advances all that run by at least one token."""
         self._preempt()
         admissions = self.scheduler.admit(self.memory.fits_longer)
         if admissions:
@@ -192,8 +191,8 @@ class RolloutEngine(RolloutBackend):
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _enter(self, admission: Admission) -> Admission:
-        """Puts into their slots what was parked of the sequences. They share a text, which is read from the
-        start unless all of them were parked."""
+        """Unparks what was parked of the sequences. They share a text, which is read from the start unless
+        all of them were parked."""
         entering = [self.running[slot] for slot in admission.slots]
         found = [self.memory.parking.take(id_of(one.request), one.tokens) for one in entering]
         kept = [parked for parked in found if parked is not None]
@@ -225,8 +224,8 @@ class RolloutEngine(RolloutBackend):
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
-        """Requeues the sequences that are cheapest to prefill again, until the others have room for a token.
-        By the law, preemption changes no token."""
+        """Requeues the sequences that are cheapest to prefill again, until the others have room for a
+        token."""
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])
@@ -306,8 +305,8 @@ class RolloutEngine(RolloutBackend):
     def _remember(
         self, tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
-        """Hands the captured features of committed positions to the drafter. Of a chain's first piece it gets
-        rejected nodes' too, for which its history has room."""
+        """Hands the features of committed positions to the drafter, of a chain's first piece rejected nodes'
+        too: its history has room for them."""
         if not tree.is_chain:
             captured_BNF = along_paths(captured_BNF, verdicts)
         self.drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])

@@ -1,4 +1,4 @@
-"""The law's noise of the running batch, as keys and positions: values are computed where they are read."""
+"""The law of the running batch: values of its noise are computed where they are read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Prefill: the target reads prompts, or prompts with unfinished responses, all but the last token. Every
-distinct text is read once and copied to other slots; a common beginning, such as a chat template, is read
-once.
+"""Prefill: the target reads prompts, or prompts with unfinished responses, all but the last token. A distinct
+text is read once for all its slots; a common beginning, such as a chat template, once for all texts.
 
     short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
     a long one    [ first part      ] [part] [part] …             each later part attends to the cache
@@ -42,10 +41,7 @@ def prefill(
     capture: tuple[int, ...],
     on_read: OnRead,
 ) -> None:
-    """Reads admitted texts; the cache must have room.
-
-    capture: see `forward_capturing`.
-    """
+    """The cache must have room. capture: see `forward_capturing`."""
     new = [a for a in admissions if len(a.tokens) > 1 and not a.num_read]
     for group in prefill_groups(new, lambda a: len(a.tokens)):
         for admission, captured_TF in _read_first(target, cache, group, capture):
@@ -67,7 +63,7 @@ def prefill(
 def _read_first(
     target: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor]]:
-    """Reads up to PREFILL_TOKENS of each text in one forward. Yields each text and its features."""
+    """Reads up to PREFILL_TOKENS of each text in one forward. Yields texts and features."""
     texts = [a.tokens[:-1][: kv_cache.PREFILL_TOKENS] for a in group]
     shared = shared_beginnings(texts)
     families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
@@ -89,8 +85,8 @@ def _read_first(
 
 
 def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """Returns families of texts as (length of the common beginning, indices); a text alone begins with
-    itself. Dynamic programming over the sorted texts saves most tokens."""
+    """Families of texts as (length of the common beginning, indices), of a text alone its own. Dynamic
+    programming over the sorted texts saves most tokens."""
     order = sorted(range(len(texts)), key=texts.__getitem__)
     with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
     # by the number of texts in order: tokens saved, and (start, length) of the last family
@@ -138,7 +134,7 @@ def _neighbours(parked: Sequence[Admission]) -> list[list[Admission]]:
 def _read_together(
     target: Target, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...]
 ) -> Iterator[tuple[Admission, Tensor]]:
-    """Reads the rests of parked texts in one forward. Yields each text and its features."""
+    """Reads the rests of parked texts in one forward. Yields texts and features."""
     first, counts = group[0].slots[0], [admission.num_left for admission in group]
     layers = [layer[first : first + len(group)] for layer in cache.layers]
     rests = [(*admission.tokens[admission.num_read : -1], *[0] * max(counts)) for admission in group]

@@ -16,7 +16,7 @@ from tlt.engine.sequence import Decode, Sequence
 
 @dataclass(frozen=True)
 class Admission:
-    """Slots that start from one text: a prompt, or a prompt with an unfinished response."""
+    """Slots that start from one text."""
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]

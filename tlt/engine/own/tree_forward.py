@@ -1,11 +1,11 @@
-"""One target forward over draft trees, and their verification. Long chains are verified piece by piece.
+"""One target forward over draft trees, and their verification.
 
     trees behind their sequences ─▶ forward ─┬▶ captured, for the drafter
                                              └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ next piece, where
                                                                                              all was accepted
     features: outputs of the final norm. captured: inputs of the layers that the drafter names.
 
-With a vocabulary of 152k, logits and noise of 256 nodes take gigabytes for a few sequences.
+Long chains go piece by piece: at a vocabulary of 152k, logits of 256 nodes take gigabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE = Strategy.MAX_DEPTH + 1
 
 @dataclass(frozen=True)
 class TreeForward:
-    """A forward over trees before its logits are computed, which `verdicts` does piece by piece.
+    """A forward over trees before its logits are computed.
 
     features_NE: at the real nodes, without padding.
     real_N: their indices; None: all are real.
@@ -86,7 +86,7 @@ class TreeForward:
 
 
 def recorded_length(graphs: Graphs, target: Target, cache: Cache, tree: DraftTree, length: int) -> int | None:
-    """Returns the columns that a recorded forward reads; None: the forward runs eagerly."""
+    """Columns that a recorded forward reads; None: it runs eagerly."""
     if graphs.is_on and target.is_recordable and tree.tokens_BN.numel() <= MOST_TOKENS:
         return min(padded_length(length), cache.capacity)
     return None
@@ -102,8 +102,7 @@ def forward_trees(
 ) -> tuple[Tensor, TreeForward]:
     """Returns the captured features, [B, N, F], and the forward to verify.
 
-    graphs: to record the forward with, padding among its nodes (`nodes` has a `recorded_length`); None:
-        eagerly.
+    graphs: to record the forward with, padding included (`nodes` has a `recorded_length`); None: eagerly.
     """
     B, N = tree.tokens_BN.shape
     if N > 1 and (unsound_V := target.unsound_V) is not None:  # any other draft token is as valid

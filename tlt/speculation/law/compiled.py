@@ -6,12 +6,12 @@
                                   └─ above: its score, with the law's own noise
       Σ exp(logit - largest)  ─▶ the log-probability
 
-sampling.py defines the law. The bound: E = -log(1 - w) ≥ w, so the noise -log E ≤ -log w ≤ (number of leading
-zero bits + 1) ln 2. Libraries differ in the last bit of a float64 logarithm, so sampling.py redraws rows
-whose best scores are that close: tokens are exact. Log-probabilities sum in another order; in float32 they
-differ by at most 2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|).
+The bound: E = -log(1 - w) ≥ w, so the noise -log E ≤ -log w ≤ (number of leading zero bits + 1) ln 2.
+Libraries differ in the last bit of a float64 logarithm, so sampling.py redraws rows whose best scores are
+that close: tokens are exact. Log-probabilities sum in another order; in float32 they differ by at most
+2⁻¹⁷ + 2⁻²² (|scaled logit| + |logsumexp|).
 
-Numba compiles at first use. Inputs: CPU tensors of at most 32 bits.
+Inputs: CPU tensors of at most 32 bits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _UNCHECKED = REORDERED | {"nnan"}
 
 
 def load() -> None:
-    """Compiles ahead: a second or two that would delay the first step."""
+    """Compiles ahead of the first step: a second or two."""
     key_14, zero_1 = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     draw(torch.zeros(1, 4), Law(key_14, zero_1, BatchParams([SamplingParams()])))
     noise_to_rank_with(key_14, zero_1, 4, None)
@@ -61,10 +61,8 @@ def load() -> None:
 
 
 def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (tokens, int64[R]; log-probabilities, float32[R]; the rows that sampling.py must draw).
-
-    Computes in float32. Rows with a NaN are left to sampling.py.
-    """
+    """Returns (tokens, int64[R]; log-probabilities, float32[R]; rows that sampling.py must draw, those with a
+    NaN among them)."""
     params, R = law.params, len(logits_RV)
     logits_RV, inverse_R = _scaled(logits_RV, params)
     kept_RV = truncate(logits_RV[:, None], params)[:, 0] if params.truncates else logits_RV
@@ -87,7 +85,7 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, params: BatchParams) -> Tensor
 
 
 def _scaled(logits_RV: Tensor, params: BatchParams) -> tuple[Tensor, Any]:
-    """(logits, 1 / temperature by row, by which they are still to be multiplied)."""
+    """(logits, factor of each row that they still lack)."""
     logits_RV = logits_RV.float().contiguous()
     inverse_R = _column(params.inverse_temperature_B11, len(logits_RV))
     if not params.truncates:
@@ -140,9 +138,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @njit(nogil=True, cache=True)
 def _draw_rows(first, end, rows, law, drawn):  # type: ignore
-    """Draws rows first .. end - 1.
-
-    rows: (logits, logits after truncation, the largest logit).
+    """rows: (logits, logits after truncation, the largest logit).
     law: (1 / temperature, scale of the noise, key, position), by row.
     drawn: (tokens, log-probabilities, whether sampling.py must draw), by row; written.
     """
@@ -262,7 +258,6 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=_UNCHECKED, error_model="numpy")
 def _near_noise_of_words(words, noise):  # type: ignore
-    """Writes noise within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
         w = (_F32(words[i]) + _F32(0.5)) * _TO_UNIT
         complement = (_F32(_U32(~words[i])) + _F32(0.5)) * _TO_UNIT

@@ -23,8 +23,7 @@ NOISE_BYTES = 1 << 28
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """Returns compiled.py; None without Numba, where sampling.py draws, at large vocabularies thirty times
-    slower."""
+    """None without Numba: sampling.py draws, at large vocabularies thirty times slower."""
     try:
         from tlt.speculation.law import compiled
     except ModuleNotFoundError as error:
@@ -50,7 +49,7 @@ def draw(logits_RV: Tensor, law: Law) -> tuple[Tensor, Tensor]:
 
 
 def logprobs(logits_RV: Tensor, tokens_R: Tensor, params: BatchParams) -> Tensor:
-    """[R], of given tokens, to the bit as `draw` returns them with the tokens that it draws."""
+    """[R], of given tokens, to the bit as `draw` returns them."""
     if logits_RV.device.type == "cpu" and logits_RV.dtype != torch.float64 and (loops := compiled_loops()):
         logprobs_R: Tensor = loops.logprobs(logits_RV, tokens_R, params)
         return logprobs_R
@@ -61,10 +60,7 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, params: BatchParams) -> Tensor
 def noise_to_rank_with(
     keys_R4: Tensor, positions_R: Tensor, vocab_size: int, token_ids_V: Tensor | None = None
 ) -> Tensor:
-    """Returns noise within 2⁻¹⁹ of the law's, float32[R, V], for ranking drafts.
-
-    token_ids_V: the tokens of the columns; None: the whole vocabulary.
-    """
+    """Noise within 2⁻¹⁹ of the law's, float32[R, V], of all tokens or `token_ids_V`, for ranking drafts."""
     if keys_R4.device.type == "cpu" and (loops := compiled_loops()) is not None:
         noise_RV: Tensor = loops.noise_to_rank_with(keys_R4, positions_R, vocab_size, token_ids_V)
         return noise_RV

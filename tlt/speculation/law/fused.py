@@ -4,13 +4,12 @@
                        Philox ─▶ Gumbel noise ─▶ + logits / T ─▶ the best score and token: 12 bytes a block
                   ─▶ the token of the row's best block ─▶ its log-probability (fused_logprobs.py)
 
-sampling.py defines the law. 1 - w has 33 bits, exact in float64, so -log(-log(1 - w)) needs no log1p. CUDA's
-float64 logarithm may differ in the last bit, which changes the float32 noise of one word in millions: by a
-unit or, near noise 0, by 2⁻⁵¹ (benchmarks/results/law-kernel.md). An fma is forbidden: it rounds once where
-the law rounds twice.
+1 - w has 33 bits, exact in float64, so -log(-log(1 - w)) needs no log1p. CUDA's float64 logarithm may differ
+in the last bit, which changes the float32 noise of one word in millions: by a unit or, near noise 0, by 2⁻⁵¹
+(benchmarks/results/law-kernel.md). An fma is forbidden: it rounds once where the law rounds twice.
 
 Log-probabilities sum in another order; in float32 they differ by at most 2⁻¹⁷ + 2⁻²² (|scaled logit| +
-|logsumexp|). Positions and key words are below 2³².
+|logsumexp|).
 """
 
 import torch

@@ -19,8 +19,7 @@ MAX_INVERSE_TEMPERATURE = 1e30
 class BatchParams:
     """The sampling parameters of B sequences as tensors.
 
-    Temperature 0 is temperature 1 without noise (`noise_scale_B11` is 0): an argmax, with the
-    log-probabilities of temperature 1.
+    Temperature 0 is temperature 1 without noise (`noise_scale_B11` is 0).
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:

@@ -9,8 +9,7 @@ rate. Noise depends on (key, absolute position n, token id v) alone, so any engi
 restart draws the same token. Ties go to the lowest token id; temperature 0 is plain argmax. Coupling of
 drafter and target: Daliri, Musco and Suresh (arXiv 2408.07978).
 
-This file defines the law. Engines draw by draw.py, which computes the same faster: compiled.py on a CPU,
-fused.py on a GPU.
+This file defines the law. Engines draw by draw.py, which is faster.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _ROUNDS = 10
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the random words of Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as
-    1, 2, 3").
+    """Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3").
 
     Words are int64 tensors of values below 2³², broadcast against each other. A product may wrap int64; its
     halves are still right, because the arithmetic shift is masked.
@@ -62,10 +60,8 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
     """Returns Gumbel(key, n, v) as float32[B, T, V]. Positions are below 2³².
 
     One Philox block yields the noise of four neighbouring tokens: counter (v // 4, n, key 2, key 3), key (key
-    0, key 1). A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64 whatever the
-    model's dtype, rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
-
-    On a CPU a value takes 28 bytes while it is computed.
+    0, key 1). A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64, rounded
+    once. The largest value is 22.9; exceeding it has probability 2⁻³³.
     """
     if keys_B4.is_cuda:
         noise_BTV: Tensor = kernels().gumbel_noise(keys_B4, positions_BT, vocab_size)

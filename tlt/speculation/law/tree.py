@@ -74,7 +74,6 @@ def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 class TreeLayout:
     """The cache columns of the nodes of B trees, and what each node sees.
 
-    columns_BN: behind the prefix of committed tokens.
     parents_BN: None for chains, where column i follows column i - 1.
     length: columns to read.
     lengths: by row, columns that its nodes may see.
@@ -114,8 +113,8 @@ class TreeLayout:
 def layout(
     tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype, length: int | None = None
 ) -> TreeLayout:
-    """Places trees behind sequences of `prefixes[b]` cached tokens. length: columns to read; None: those that
-    are needed."""
+    """Places trees behind sequences of `prefixes[b]` cached tokens. length: columns to read; None: as
+    needed."""
     num_nodes, is_padded = tree.num_nodes, length is not None
     length = max(prefixes) + num_nodes if length is None else length
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))

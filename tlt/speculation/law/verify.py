@@ -19,11 +19,9 @@ from tlt.speculation.law.params import Law
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
-    """Returns one verdict per sequence.
+    """One verdict per sequence. Synchronizes once.
 
     law: of B · N rows, the nodes one sequence after the other, at the position that *follows* each node.
-
-    Synchronizes once: one transfer brings tokens, log-probabilities and the tree to the host.
     """
     drawn = draw(logits_BNV.flatten(0, 1), law)
     chosen_BN, logprobs_BN = (drawn_R.view(logits_BNV.shape[:2]) for drawn_R in drawn)
@@ -39,7 +37,7 @@ def verify(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
 
 
 def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
-    """Converts tensors of one shape to lists in one transfer: reals travel as the bits of their float64."""
+    """Brings tensors of one shape to the host in one transfer: reals travel as the bits of their float64."""
     packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
     return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
