@@ -46,13 +46,12 @@ def build_engine(
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> RolloutEngine:
-    """Builds our engine, which drafts by retrieval and by `drafter` unless speculation is off. Raises
-    UserError where the needed drafter is absent.
+    """Our engine, which drafts by retrieval and by `drafter` unless speculation is off. Raises UserError
+    where the needed drafter is absent.
 
     policy: tensors by Hugging Face names, or the packed copy of another engine with the same settings, which
         neither may then load anew.
     tuner: overrides the settings.
-    decode: token ids → text, for stop texts.
     """
     tuner = tuner or _make_tuner(settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
@@ -124,7 +123,7 @@ def build_backend(
 
 
 def check_hybrid(model: Limits, engine: str, speculation: Speculation) -> None:
-    """UserError for a hybrid, except where vLLM generates without drafts."""
+    """Raises UserError for a hybrid, unless vLLM generates without drafts."""
     if not isinstance(model, ModelConfig) or not model.is_hybrid:
         return
     if engine != "vllm":

@@ -88,7 +88,8 @@ def load_model_for(
     adapter: Path | None = None,
     implementation: Implementation = "auto",
 ) -> ModelFolder:
-    """vLLM takes families that are not computed here. UserError for vLLM with an implementation of ours."""
+    """vLLM takes families that are not computed here. Raises UserError for vLLM with an implementation of
+    ours."""
     if engine == "vllm" and implementation != "auto":
         what = f"implementation: {implementation} is TLT's, and vLLM computes the model with code of its own"
         raise UserError(f"{what}; leave it out")
@@ -124,7 +125,7 @@ def open_model(
     adapter: Path | None = None,
     implementation: Implementation = "auto",
 ) -> Model:
-    """As `load_model`, lazily: each tensor is read and checked when looked up."""
+    """As `load_model`; each tensor is read and checked when looked up."""
     config = load_model_config(path, implementation)
     tokens = _tokens(path)
     if adapter is None:

@@ -120,8 +120,8 @@ def _head_of(model: Model) -> Tensor:
 
 
 def for_server(model: Path, drafter: Path, out: Path) -> Mapping[str, Any]:
-    """Returns the drafter's part of vLLM's speculative_config. Converts the drafter into `out` if vLLM needs
-    another form. Raises UserError where it does not fit the model."""
+    """The drafter's part of vLLM's speculative_config; converted into `out` if vLLM needs another form.
+    Raises UserError where it does not fit the model."""
     target = open_model(model)
     stored = load_drafter(drafter, target.config, target.tensors)
     method = stored.config.method

@@ -21,7 +21,7 @@ NUM_PROMPT = 4
 
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
-    """Checks without drafts and with the longest. Raises UserError. Leaves the engine as it was."""
+    """Raises UserError. Checks without drafts and with the longest; leaves the engine as it was."""
     tuner, engine.tuner = engine.tuner, None
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:

@@ -31,8 +31,8 @@ class VllmDrafter(Drafting):
     vocabulary_choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
-        """push: sends tensors to vLLM's drafter, under vLLM's names.
-        head: name of the target's head; of its embedding where both are tied."""
+        """push: sends tensors to vLLM's drafter, by vLLM's names.
+        head: name of the target's head, or of the embedding tied to it."""
         self.model, self.push = model, push
         shape = stored.config
         has_rows = shape.method == "eagle3" or shape.is_reduced
@@ -53,7 +53,7 @@ class VllmDrafter(Drafting):
         return self.model.version
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Allowed while requests run."""
+        """Requests may be running."""
         self.model.load(tensors, version)
         self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _NEVER_TRAINED})
 
@@ -72,7 +72,7 @@ class VllmDrafter(Drafting):
 
 
 def export_for_vllm(stored: StoredDrafter, target: DescribedTarget, folder: Path) -> dict[str, Any]:
-    """Returns the drafter's part of vLLM's speculative_config, a block drafter's with its length."""
+    """The drafter's part of vLLM's speculative_config, a block drafter's with its length."""
     method = stored.config.method
     check_form(method)
     export_drafter(stored, f"vllm-{method}", target, folder)

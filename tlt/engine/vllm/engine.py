@@ -32,7 +32,7 @@ from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, Stra
 
 @dataclass(frozen=True)
 class DraftingParts:
-    """What a VllmEngine drafts with. Without a tuner it drafts nothing."""
+    """Without a tuner a VllmEngine drafts nothing."""
 
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
@@ -41,7 +41,7 @@ class DraftingParts:
 
 
 Names = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A part of the policy by our names → by its checkpoint's, which vLLM reads."""
+"""A part of the policy by our names → by its checkpoint's."""
 
 
 class VllmEngine(RolloutBackend):

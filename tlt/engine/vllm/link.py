@@ -39,8 +39,8 @@ _ENVIRONMENT = {
 
 
 def needs_own_process() -> bool:
-    """vLLM's worker cannot share a process with a process group, or with numba (of vLLM's n-gram drafter),
-    whose objects break vLLM's search for kernels."""
+    """vLLM's worker cannot share a process with a process group, or with numba, whose objects break vLLM's
+    search for kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
@@ -113,12 +113,11 @@ class Link:
         self._engine.abort_request([self._internal_ids.pop(name) for name in names], internal=True)
 
     def draft(self, depth: int) -> None:
-        """Sets how many tokens the next step drafts at its end, for the step after it to verify."""
+        """How many tokens the next step drafts at its end, for the step after it."""
         self._scheduler.num_to_draft = depth
 
     def verified(self, name: str) -> Verified:
-        """The draft that the latest step verified. Its tokens are -1 in vLLM's second runner, which keeps
-        them on the device."""
+        """Of the latest step. Tokens are -1 in vLLM's second runner, which keeps them on the device."""
         found: Verified = self._scheduler.verified.get(self._internal_ids[name], Verified())
         return found
 
@@ -173,16 +172,14 @@ class Link:
 
 
 def quieten() -> None:
-    """Sets the level early, since vLLM logs while it is imported. vLLM's FutureWarnings are for its
-    authors."""
+    """vLLM logs while it is imported; its FutureWarnings are for its authors."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager
 def workers_deaf_to_interrupts() -> Iterator[None]:
-    """Starts processes with SIGINT blocked: Ctrl-C reaches every process of a terminal, and this one
-    handles it."""
+    """Ctrl-C reaches every process of a terminal, and this one handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -23,7 +23,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def check_invariant(device: str) -> None:
-    """Raises UserError where vLLM has no such mode. device: "cpu" or "cuda"."""
+    """Raises UserError. device: "cpu" or "cuda"."""
     remedy = "give false, or rollout.engine tlt"
     if device == "cpu":
         raise UserError(f"run.equal_rows: vLLM has no batch-invariant mode on a CPU; {remedy}")

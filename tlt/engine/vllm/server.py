@@ -130,7 +130,7 @@ def _names(words: Iterable[str]) -> list[str]:
 
 
 def environment_for(environ: Mapping[str, str]) -> dict[str, str]:
-    """VLLM_PLUGINS, where it is set, names all plug-ins that vLLM loads."""
+    """VLLM_PLUGINS, if set, names all plug-ins to load."""
     named = environ.get("VLLM_PLUGINS")
     if named is None or PLUGIN in named.split(","):
         return {}

@@ -59,8 +59,8 @@ class VllmSettings:
 
 
 def speculative_config(drafter: Mapping[str, Any] | None, depths: Sequence[int]) -> dict[str, Any] | None:
-    """vLLM captures graphs for the lengths named here, by batch size; scheduler.py overwrites these. A
-    block drafter names its own length, which vLLM's second runner always drafts."""
+    """vLLM captures graphs for the lengths of this table by batch size, which scheduler.py overwrites. vLLM's
+    second runner always drafts a block drafter's own length."""
     if drafter is None:
         return None
     return {

@@ -88,8 +88,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's default share of memory, nine tenths of all, ignores the trained policy, which is there
-    already."""
+    """vLLM's own share, nine tenths of all memory, ignores the trained policy."""
     size = settings.asked.vllm.tensor_parallel
     first = settings.device_index * size
     free, total = torch.cuda.mem_get_info(first)

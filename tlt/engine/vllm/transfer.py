@@ -26,10 +26,7 @@ Way = Literal["direct", "host", "ipc"]
 
 
 def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> Way:
-    """Raises UserError for an impossible `ipc`.
-
-    has_own_worker: vLLM's workers are processes of their own.
-    """
+    """Raises UserError for an impossible `ipc`. has_own_worker: workers are processes."""
     size, obstacle = section.tensor_parallel, None
     if not is_cuda:
         obstacle = "hands over memory of a GPU, and vLLM computes on a CPU here; give auto"
@@ -85,11 +82,8 @@ class ThroughHost(Direct):
 
 
 class SharedGpu:
-    """vLLM's one worker reads this process's GPU memory (CUDA IPC).
-
-    It reads copies, kept until the call returns, or until the update ends where vLLM has buffered some of a
-    part for an incomplete layer.
-    """
+    """vLLM's one worker reads this process's GPU memory (CUDA IPC): copies, kept until the call returns, or
+    until the update ends where vLLM has buffered some for an incomplete layer."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self.call, self.device = call, device

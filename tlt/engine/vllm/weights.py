@@ -27,11 +27,8 @@ class Weights:
 
     @contextmanager
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields the function that takes a policy's parts: tensors by Hugging Face names.
-
-        At the end the old policy's caches are dropped, and the head is checked to compute with the new
-        weights, where these can still be read (worker.py, tlt_settle).
-        """
+        """Yields what takes a policy's parts: tensors by Hugging Face names. Raises where the head then
+        computes with other weights (worker.py, tlt_settle)."""
         self._wake()
         with self._loading(is_drafter=False) as load:
             yield load

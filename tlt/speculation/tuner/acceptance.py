@@ -60,8 +60,7 @@ class AcceptanceModel:
         self.counts_KCD = np.zeros((4, len(drafters), Strategy.MAX_DEPTH))
 
     def observe(self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """Counts one verification per sequence. drafted: less than the strategy's depth where retrieval
-        found less."""
+        """drafted: less than the strategy's depth where retrieval found less."""
         counts_KD = self.counts_KCD[:, list(_FIRST_RATES).index(strategy.drafter)]
         counts_KD *= math.exp(-min(len(accepted) / _MEMORY, 1 / _MIN_STEPS))
         accepted_B1, drafted_B1 = np.array(accepted)[:, None], np.array(drafted)[:, None]
@@ -100,7 +99,7 @@ class AcceptanceModel:
         return Expectation(tokens_A, nodes_A, spread_AD)
 
     def variance(self, spread_AD: Array, other: int) -> Array:
-        """By arm: the variance of log(its tokens / another arm's). Arms of one drafter err together."""
+        """By arm: the variance of log(its tokens / another's). Arms of one drafter err together."""
         other_AD = np.where((self._curve_A == self._curve_A[other])[:, None], spread_AD[other], 0.0)
         alone = (spread_AD[other] ** 2).sum() - (other_AD**2).sum(1)
         result: Array = ((spread_AD - other_AD) ** 2).sum(1) + alone
@@ -114,7 +113,7 @@ class AcceptanceModel:
 
 
 def _rates(came_CD: Array, kept_CD: Array) -> tuple[Array, Array]:
-    """Returns posterior means, and standard deviations of their logarithms."""
+    """Posterior means, and standard deviations of their logarithms."""
     rates = []
     for rate, came_D, kept_D in zip(_FIRST_RATES.values(), came_CD.tolist(), kept_CD.tolist(), strict=True):
         for came, kept in zip(came_D, kept_D, strict=True):
@@ -126,12 +125,12 @@ def _rates(came_CD: Array, kept_CD: Array) -> tuple[Array, Array]:
 
 
 def _from_depth_0(numbers_CD: Array) -> Array:
-    """Returns the sums of what is shallower."""
+    """Sums of what is shallower."""
     sums_CD = np.zeros((len(numbers_CD), 1 + numbers_CD.shape[1]))
     np.cumsum(numbers_CD, 1, out=sums_CD[:, 1:])
     return sums_CD
 
 
 def _copied(reach: int, references: Sequence[ReferenceDraft]) -> tuple[float, float]:
-    """Returns how many tokens are drafted from all references, and expected to be accepted."""
+    """Tokens drafted from all references, and expected to be accepted."""
     return sum(min(reach, one.length) for one in references), sum(one.expected(reach) for one in references)

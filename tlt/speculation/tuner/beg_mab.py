@@ -22,7 +22,7 @@ _BUCKETS = ((1, 9, 64), (2, 5, 16), (5, 3, 8), (21, 1, 4))
 
 
 class BegMab(StrategyTuner):
-    """The reward is the paper's: (accepted per request + 1) x batch size / seconds.
+    """Rewards are the paper's: (accepted per request + 1) x batch size / seconds.
 
     groups: (smallest batch size, arms) of each bucket, in rising order.
     epsilon: share of engine steps that run a random arm.
@@ -82,7 +82,7 @@ class BegMab(StrategyTuner):
 
 
 def groups_of(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
-    """Off is in the last two buckets. Buckets must serve batches without references, so no arm uses them."""
+    """Off is in the last two buckets. No arm uses references: a batch may have none."""
     drafting = [arm for arm in arms if not (arm.is_off or arm.uses_references)]
     drafting.sort(key=lambda arm: -arm.budget)
     groups = []

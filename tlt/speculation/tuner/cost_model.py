@@ -148,7 +148,7 @@ class CostModel(StrategyTuner):
         return Decision(choice, float(cost.seconds_A[chosen]), self.arms[best], float(speed_A[best]))
 
     def _can_run(self, batch: BatchState) -> NDArray[np.bool]:
-        """The hybrid is judged by the learned drafter's rates, which are measured first."""
+        """The hybrid is judged by the learned drafter's rates."""
         can_run_A = ~self._uses_references_A | bool(batch.reference_drafts)
         return can_run_A & (~self._is_hybrid_A | self.acceptance.is_learned_known)
 
@@ -179,7 +179,7 @@ class CostModel(StrategyTuner):
         )
 
     def learn(self) -> None:
-        """Consecutive steps of one kind count by their median: a disturbance does not move it."""
+        """Consecutive steps of one kind count by their median."""
         steps, self._steps = self._steps, []
         for (strategy, drafted, size, noise), group in groupby(steps, lambda step: step[:4]):
             alike = list(group)
@@ -195,7 +195,7 @@ class CostModel(StrategyTuner):
                 self.costs.observe(arm, size, rows, seconds, noise / math.sqrt(num), num, num_cached)
 
     def _learn_acceptance(self, drafting: Strategy, outcome: StepOutcome) -> None:
-        """Of references the drafter itself knows how far they hold (`ReferenceDraft`)."""
+        """References know themselves how far they hold (`ReferenceDraft`)."""
         from_reference = outcome.from_reference or (False,) * len(outcome.accepted)
         rows = zip(outcome.accepted, outcome.drafted, from_reference, strict=True)
         own = [(accepted, drafted) for accepted, drafted, is_copied in rows if not is_copied]

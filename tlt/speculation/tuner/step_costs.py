@@ -93,8 +93,7 @@ class StepCosts:
         num: int,
         num_cached: float = 0.0,
     ) -> None:
-        """Learns from `num` like steps by their typical seconds, whose logarithm has this standard
-        deviation."""
+        """Learns from `num` like steps. seconds: their median; noise: its logarithm's standard deviation."""
         knots_K = _knots(np.array([rows]))[0]
         forward = math.exp(knots_K @ self.mean_P[:KNOTS])
         amounts_J = _amounts(self._fixed_AJ[arm], self._each_AJ[arm], rows, batch_size, num_cached)
@@ -117,7 +116,7 @@ class StepCosts:
 
 
 def _work(arm: Strategy) -> tuple[list[float], list[float]]:
-    """Returns the amounts of PARTS that do not depend on the cache, and what a sequence adds to them."""
+    """Amounts of PARTS without the cache's, and what a sequence adds to them."""
     drafting = arm.without_reference
     is_retrieved = drafting.drafter in ("ngram", "hybrid")
     is_learned = drafting.drafter in ("learned", "hybrid")
@@ -136,7 +135,7 @@ def _amounts(fixed: Array, each: Array, rows: Any, batch_size: int, num_cached: 
 
 
 def _knots(rows_A: Array) -> Array:
-    """Interpolation weights, [A, K]. The last two knots extrapolate."""
+    """Interpolation weights [A, K]; the last two knots extrapolate."""
     place_A = np.log2(rows_A)
     below_A = np.minimum(place_A.astype(int), KNOTS - 2)
     above_A, arms = place_A - below_A, np.arange(len(rows_A))
@@ -146,10 +145,10 @@ def _knots(rows_A: Array) -> Array:
 
 
 def _prior() -> tuple[Array, Array]:
-    """Returns mean and covariance of the parts' logarithms for a machine whose one-row forward takes 10 ms.
+    """Mean and covariance of the parts' logarithms; a forward of one row takes 10 ms.
 
-    A forward reads weights and computes rows; the two overlap (maximum, the roofline) or do not (sum). The
-    prior is the spread over machines: 4 to 512 rows take as long as the weights, from maximum to sum.
+    Reading weights and computing rows overlap (maximum, the roofline) or do not (sum). The prior is the
+    spread over machines: 4 to 512 rows take as long as the weights.
     """
     rows_K = 2.0 ** np.arange(KNOTS)
     means_J, deviations_J = np.array(list(PARTS.values())).T

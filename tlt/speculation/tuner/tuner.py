@@ -40,9 +40,7 @@ def default_arms(
     trees: bool = True,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying.
-
-    max_depth: most drafting steps that the engine allows.
+    """max_depth: most drafting steps that the engine allows.
     trees: whether the engine verifies trees. The cost model takes chains: where the law's noise is known, a
         second candidate brings less than its row costs (benchmarks/results/tuner-ablation.md).
     learned_depth: most tokens that the learned drafter drafts one after the other.
@@ -80,11 +78,10 @@ def make_tuner(
     trees: bool = True,
     learned_depth: int = Strategy.MAX_DEPTH,
 ) -> StrategyTuner | None:
-    """Returns None for Off. Raises UserError for a strategy whose drafter does not exist.
+    """None for Off. Raises UserError for a strategy whose drafter does not exist.
 
     kinds: of the drafters that exist, the preferred first.
     name: of the tuner behind Adaptive, cost-model or beg-mab.
-    max_depth, trees, learned_depth: see `default_arms`.
     """
     if isinstance(speculation, Off):
         return None

@@ -58,8 +58,7 @@ class FeatureCapture:
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
-        """Returns features [num_positions, F]; None where some were not computed here, as in vLLM's prefix
-        cache."""
+        """[num_positions, F]; None: some were not computed here, as in vLLM's prefix cache."""
         if self.features_SLF is None or int(self.known_S[slot]) < num_positions:
             return None
         return self.features_SLF[slot, :num_positions].clone()

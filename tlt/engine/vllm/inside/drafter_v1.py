@@ -37,7 +37,7 @@ class DrafterV1:
         self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, hidden_states: Tensor,
         sample_hidden_states: Tensor, aux_hidden_states: list[Tensor] | None, *metadata: Any,
     ) -> Any:  # fmt: skip
-        """Returns vLLM's drafts; none, without a drafter pass, where none are wanted.
+        """vLLM's drafts; none, without a drafter pass, where none are wanted.
 
         metadata: of the verification, the attention and the blocks.
         """

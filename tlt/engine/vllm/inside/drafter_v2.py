@@ -53,7 +53,7 @@ class DrafterV2:
         aux_hidden_states: list[Tensor] | None, *sampled: Any, num_speculative_tokens: int | None = None,
         dummy_run: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Returns vLLM's drafts; -1, without a drafter pass, where none are wanted."""
+        """vLLM's drafts; -1, without a drafter pass, where none are wanted."""
         if options.get("is_profile"):  # vLLM measures what memory is left for its cache
             self.unread.make_room(features(last_hidden_states, aux_hidden_states))
         states = last_hidden_states, aux_hidden_states
@@ -75,8 +75,7 @@ class DrafterV2:
     def _runs(
         self, input_batch: Any, states: tuple[Tensor, list[Tensor] | None], num_to_draft: int | None
     ) -> bool:
-        """Whether vLLM's own proposal follows. Feeds skipped hidden states to the drafter, or stores this
-        step's."""
+        """Whether vLLM's own proposal follows. Reads skipped hidden states, or stores this step's."""
         rows, read = self._rows(input_batch), partial(self._pass, input_batch)
         if num_to_draft != 0:
             self.unread.read(rows, np.arange(input_batch.num_reqs), read)

@@ -53,11 +53,8 @@ class RowLaw:
 
     @staticmethod
     def of(asked: VllmSamplingParams) -> RowLaw:
-        """Our engine sends the law whole. Any other key follows from the request's seed, or is random, as
-        in vLLM's warm-up.
-
-        Raises UserError before a request is admitted: an error in a worker ends the engine.
-        """
+        """Our engine sends the law whole; else the key follows from the request's seed, or is random, as in
+        vLLM's warm-up. Raises UserError."""
         given = checked("extra_args", asked.extra_args or {}, dict[str, Any]).get(EXTRA)
         if given is not None:
             return RowLaw._sent(given)
@@ -112,7 +109,7 @@ class LawTable:
             call(slot)
 
     def flush(self) -> None:
-        """Call it before a step's first draw."""
+        """Comes before a step's first draw."""
         if self._unwritten:
             slots = sorted(self._unwritten)
             laws = [self.laws[slot] for slot in slots]
@@ -139,11 +136,8 @@ class LawTable:
         return draw(logits_RV, Law(keys_R4, positions_R, self.params.take(slots_R)))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Returns argmax of log q / tau + the target's noise, int64[R]. q: the draft distribution at the
-        sequence's temperature.
-
-        On a GPU it reads only tensors that stay in place: vLLM may capture it in a graph.
-        """
+        """Returns argmax of log q / tau + the target's noise, int64[R], with q at the sequence's temperature.
+        Reads only tensors that stay in place: vLLM may capture it in a graph."""
         noise_RV = noise_to_rank_with(self.keys_S4[slots_R], positions_R, self.vocab_size)
         inverse_R1 = self.inverse_temperature_S1[slots_R] / self.tau
         scaled_RV = logits_RV[:, : self.vocab_size].float() * inverse_R1
@@ -157,7 +151,7 @@ class Slots:
         self._free = list(range(len(table.laws)))[::-1]
 
     def enter(self, request_ids: Sequence[str], asked: Callable[[str], VllmSamplingParams]) -> None:
-        """Makes these requests the batch. asked: a new request's sampling parameters."""
+        """asked: a new request's sampling parameters."""
         for gone in self._slot_of.keys() - set(request_ids):
             self._free.append(slot := self._slot_of.pop(gone))
             self.table.put(slot, None)

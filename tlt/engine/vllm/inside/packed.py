@@ -34,8 +34,8 @@ def pack_heads(model: nn.Module) -> None:
 
 
 def head_error(model: nn.Module) -> float:
-    """Largest difference between a head's product and its unpacked weights' product, relative to the
-    largest value. Some families use their embedding as head."""
+    """Largest difference of a head's product from its unpacked weights', relative to the largest value. Some
+    families use their embedding as head."""
     return max((_error(table) for table in _tables(model)), default=0.0)
 
 

@@ -27,7 +27,7 @@ PROCESSOR = "tlt.engine.vllm.inside.runner_v2:LawProcessor"
 
 @dataclass(frozen=True)
 class InstalledLaw:
-    """What the plug-in has put into a model runner, as its attribute `tlt`."""
+    """A model runner's attribute `tlt`."""
 
     table: LawTable
     capture: FeatureCapture | None
@@ -36,7 +36,7 @@ class InstalledLaw:
 
 
 def register() -> None:
-    """Makes vLLM check configurations and requests, and install the law as it loads a model. May be called
+    """vLLM then checks configurations and requests, and installs the law as it loads a model. May be called
     again."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -95,8 +95,7 @@ def _update_from_output(method: Callable[..., Any], self: Any, *args: Any, **kwa
 
 
 def _register_kernels(method: Callable[..., Any], self: Any) -> None:
-    """vLLM searches all modules for kernels, and fails over Numba's library, which the law loads: no
-    second engine could start."""
+    """vLLM searches all modules for kernels, and fails over Numba's library: no second engine could start."""
     holder = vars(sys.modules.get("llvmlite.binding.ffi", ModuleType("none")))
     library = holder.pop("lib", None)
     try:

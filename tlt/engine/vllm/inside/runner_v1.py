@@ -166,8 +166,8 @@ def install_v1(runner: Any, tau: float) -> Batch:
 
 
 def _fits(runner: Any, fits: Callable[[Any], bool], attention: Any) -> bool:
-    """vLLM wants room for a whole draft behind the longest sequence and its draft, else every request
-    verifies zeros. These proposers stop at the window, and the scheduler cuts their drafts there."""
+    """vLLM wants room for a whole draft behind the longest sequence's, else every request verifies zeros.
+    These proposers stop at the window, where the scheduler cuts their drafts."""
     is_as_long = runner.effective_drafter_max_model_len == runner.max_model_len
     keeps_within = runner.speculative_config.method in ("eagle", "eagle3", "dflash", "ngram")
     return attention is not None and ((is_as_long and keeps_within) or fits(attention))

@@ -24,8 +24,7 @@ logger = init_logger("vllm.tlt")
 
 
 class TunedScheduler(LengthScheduler):
-    """A choice is drafted at its step's end and verified in the next: `check_server` refuses steps that
-    overlap."""
+    """Steps do not overlap (`check_server`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -111,7 +111,7 @@ class UnreadPositions:
         self.first_S[rows.slots_B[indices]] = NOTHING
 
     def must_run(self, rows: Rows, hidden_NF: Tensor) -> bool:
-        """Whether the drafter must read the step's rows at once: one is a prompt, or longer than the room."""
+        """Whether a row of the step is a prompt, or longer than the room."""
         room = self.make_room(hidden_NF).shape[1]
         return bool((rows.are_prompts_B | (rows.counts_B > room)).any())
 

@@ -33,7 +33,7 @@ WeightPart = Mapping[str, Tensor] | str
 
 
 class TltWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`)."""
+    """vLLM's `worker_extension_cls`."""
 
     model_runner: Any
     vllm_config: Any
@@ -76,7 +76,7 @@ class TltWorker:
                 self._tlt_block.end()
 
     def tlt_try_shared(self, part: dict[str, Any]) -> str:
-        """Digest of tensors as vLLM's weight transfer reads them. Changes no weights."""
+        """Digest of what vLLM's weight transfer reads."""
         engine, arrived = self.weight_transfer_engine, Arrived()
         engine.set_weight_update_target(arrived, engine.model_config)
         try:
@@ -97,8 +97,8 @@ class TltWorker:
         torch.accelerator.synchronize()
 
     def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
-        """Returns packed.head_error, and parameters not loaded (unknown after vLLM's own transfer). A
-        drafter may lack the target's tensors: it is not checked."""
+        """Returns packed.head_error, and parameters not loaded (unknown after vLLM's own transfer). A drafter
+        is not checked."""
         if is_drafter:
             return 0.0, []
         model = self._tlt_model(is_drafter)
@@ -115,7 +115,7 @@ class TltWorker:
                 part.zero_()
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
-        """Returns features [num_positions, F]; None: some are missing."""
+        """[num_positions, F]; None: some are missing."""
         capture = self._tlt_installed.capture
         if capture is None:
             return None
