@@ -131,8 +131,9 @@ class Run:
         check_same_problems(world, self.data.problems, self.data.held_out)
         self.models = build_models(config, model, world, self.timeline, self.data.longest_prompt)
         inputs = self.data.inputs(self.models.trainer.initial_digest)
-        checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
-        attempt = self._resume(checkpoints, inputs)
+        folder, keep = self.out_dir / "checkpoints", config.run.keep_checkpoints
+        attempt, saved = self._resume(folder, inputs)
+        checkpoints = CheckpointWriter(folder, world, keep, saved=saved)
         self.step = self.first_step = attempt.step
         self.unmeasured_seconds = 0.0
         self.speedups: list[float] = []
@@ -159,19 +160,19 @@ class Run:
         engine, timeline = self.models.engine, self.timeline
         self.phase = RolloutPhase(world, engine, queue, sinks, timeline, stop.is_set, show)
 
-    def _resume(self, checkpoints: CheckpointWriter, inputs: Inputs) -> Attempt:
-        world, found = self.world, find_checkpoint(checkpoints.folder, self.world)
+    def _resume(self, folder: Path, inputs: Inputs) -> tuple[Attempt, Saved]:
+        world, found = self.world, find_checkpoint(folder, self.world)
         identify = partial(identify_run, self.out_dir, self.config, inputs, self.console.note)
         # the leader reads the files; its mistake is raised on all ranks
         run_id = broadcast_json(world, on_all_ranks(world, lambda: identify() if world.is_leader else ""))
         if found is None:
-            return Attempt(run_id, inputs)
+            return Attempt(run_id, inputs), Saved()
         path, manifest = found
         own = load_checkpoint(path, manifest, self.models.tensors(), world)
         self.models.restore(manifest.counters, own)
-        checkpoints.saved = Saved(manifest.step, manifest.digest)
         self.console.note(f"resumed after {manifest.step} updates from {path}")
-        return Attempt(run_id, inputs, manifest.step, manifest.counters["follows"])
+        attempt = Attempt(run_id, inputs, manifest.step, manifest.counters["follows"])
+        return attempt, Saved(manifest.step, manifest.digest)
 
     def _track(self) -> Tracking:
         settings, folder = self.config.tracking, self.out_dir

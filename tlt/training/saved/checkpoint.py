@@ -106,10 +106,16 @@ class CheckpointWriter:
     saved: the latest whole checkpoint, or the resumed one.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
-        self.folder, self.world, self.keep = folder, world, keep
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        keep: int = 2,
+        patience: float = PATIENCE_SECONDS,
+        saved: Saved = Saved(),
+    ) -> None:
+        self.folder, self.world, self.keep, self.saved = folder, world, keep, saved
         self.seconds = 0.0
-        self.saved = Saved()
         self._waiting = connect_waiting(world, patience)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

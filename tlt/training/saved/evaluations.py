@@ -68,10 +68,6 @@ class Evaluation:
             summary.num_errors,
         )
 
-    def score(self, by_reward: bool) -> float | None:
-        """None: the evaluation is incomplete."""
-        return None if self.num_unscored else self.reward if by_reward else self.solve_rate
-
 
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
@@ -124,7 +120,9 @@ class Evaluations:
         write_jsonl(self.path, map(dataclasses.asdict, self.all))
 
     def score(self, evaluation: Evaluation) -> float | None:
-        return evaluation.score(self.by_reward)
+        """None: the evaluation is incomplete."""
+        judged = evaluation.reward if self.by_reward else evaluation.solve_rate
+        return None if evaluation.num_unscored else judged
 
     @property
     def complete(self) -> list[Evaluation]:

@@ -155,7 +155,7 @@ class PolicyTrainer:
         responses = sample_zero_advantage(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: section.minibatches] for i in range(section.minibatches)]
         shares = [self._plan(minibatch) for minibatch in minibatches]
-        is_on_policy = section.epochs * section.minibatches == 1  # then the old logprobs are this pass's own
+        is_on_policy = self._is_on_policy  # then the old logprobs are this pass's own
         measured = self._routes()  # counts the experts of the policy that sampled, for the metrics
         old = {} if is_on_policy else self._frozen(self.model, shares, measured)
         if self.reference is not None and self.has_kl_loss:
@@ -167,18 +167,10 @@ class PolicyTrainer:
         for _ in range(section.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
                 lengths = [r.num_in_loss for r in minibatch]
-                divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
-                last = next((batch for batch in reversed(share) if batch.needs_grad), None)
                 with self.gradients.collect():
-                    totals = Totals()
-                    for batch in share:
-                        frozen = old.get(batch), reference.get(batch)
-                        totals.add(self._accumulate(batch, divisor, *frozen, batch is last, routes))
-                    totals = self._reduce(totals)
+                    totals = self._gradient(share, lengths, old, reference, routes)
                     if any(lengths):
                         grad_norms.append(self._optimizer_step(totals.loss, step, largest))
-                        if self.rows is not None and not is_on_policy:
-                            self.rows.load()
                 sums.add(totals)
         self.next_step = step + 1
 
@@ -202,6 +194,10 @@ class PolicyTrainer:
             seconds=time.perf_counter() - start,
             **({} if measured is None else measured.metrics(self.group)),
         )
+
+    @property
+    def _is_on_policy(self) -> bool:
+        return self.algorithm_section.epochs * self.algorithm_section.minibatches == 1
 
     def _routes(self) -> Routes | None:
         """None: a model without experts."""
@@ -277,6 +273,23 @@ class PolicyTrainer:
         rows = self.rows if model is self.model else None
         return response_logprobs(model, batch.responses, self.temperature, routes, rows)
 
+    def _gradient(
+        self,
+        share: Sequence[MicroBatch],
+        lengths: Sequence[int],
+        old: Mapping[MicroBatch, Frozen],
+        reference: Mapping[MicroBatch, Frozen],
+        routes: Routes | None,
+    ) -> Totals:
+        """Of a minibatch, over all ranks. lengths: of its responses, in the loss."""
+        divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
+        last = next((batch for batch in reversed(share) if batch.needs_grad), None)
+        totals = Totals()
+        for batch in share:
+            frozen = old.get(batch), reference.get(batch)
+            totals.add(self._accumulate(batch, divisor, *frozen, batch is last, routes))
+        return self._reduce(totals)
+
     def _accumulate(
         self,
         batch: MicroBatch,
@@ -341,6 +354,8 @@ class PolicyTrainer:
         self.optimizer.step()
         sharded_over = self.group if self.gradients.needs_equal_shares else None
         check_weights(self.trained(), step, self.optimizer_section, sharded_over)
+        if self.rows is not None and not self._is_on_policy:
+            self.rows.load()
         return grad_norm
 
 
