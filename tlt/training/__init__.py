@@ -1,1 +1,1 @@
-"""Reinforcement learning. loop.py is a run on one page; launch/ starts its ranks/, build/ makes its parts."""
+"""Reinforcement learning. Begin with loop.py, a run on one page."""

@@ -1,7 +1,4 @@
-"""Evaluates the policy on held-out problems, with the same noise every time: evaluations are paired.
-
-best/    the policy of the best evaluation, which its config.json names under tlt_evaluation
-"""
+"""Evaluates the policy on held-out problems, always with the same noise: evaluations are paired."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def keep_best(run: Run, evaluation: Evaluation) -> None:
 
 
 def settle_best(run: Run) -> None:
-    """Makes best/ agree with the run's evaluations: a resumed run may have lost the one behind best/."""
+    """A resumed run may have lost the evaluation behind best/."""
     folder, best = run.out_dir / "best", run.files.evaluations.best
     held = broadcast_json(run.world, read_mark(folder) if run.world.is_leader else None)
     if held is None or (best is not None and best.step == held):
@@ -52,7 +49,7 @@ def settle_best(run: Run) -> None:
 
 
 def read_mark(folder: Path) -> int | None:
-    """The step at which best/ was evaluated; None: no best/, or no mark."""
+    """The step of best/; None: no best/, or no mark."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(read_file(folder / "config.json"))[MARK]["step"])
     return None

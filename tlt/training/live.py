@@ -57,15 +57,14 @@ from tlt.training.rollout.work_queue import connect_work_queue
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """The settings of TLT's own engine beside another trainer; vLLM is not available there. Raises UserError
-    for invalid values.
+    """The own engine beside another trainer; vLLM is not available there. Raises UserError for invalid
+    values.
 
     drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
-    speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as
-        "4x1x4".
+    speculation: "adaptive" (chosen at every engine step), "off", or a strategy such as "4x1x4".
     dtype: of the engine, "float32", "float64" or "bfloat16"; None: the model's.
     max_batch_size: sequences that a rank decodes at a time.
-    drafting: keys of a run's configuration section [drafter], such as {"learning_rate": 1e-4}.
+    drafting: keys of the configuration section [drafter], such as {"learning_rate": 1e-4}.
     idle_share: share of a rollout's seconds in which a single rank, which is never idle, trains the drafter.
     """
 
@@ -108,13 +107,13 @@ class LiveSettings:
 
 class LiveRollouts:
     """Generates with the weights that a module has at the moment of the call. In a default process group
-    every rank makes one of these and takes part in every call.
+    every rank makes one and takes part in every call.
 
-    model: a Llama, Qwen2 or Qwen3 of transformers, not sharded, without adapters. The engine shares
-        its tensors where its own layout allows, and copies the others.
-    between_turns: what answers the policy between two turns of a response; None: responses of one turn.
+    model: a Llama, Qwen2 or Qwen3 of transformers, not sharded, without adapters. The engine shares its
+        tensors where its own layout allows, and copies the others.
+    between_turns: what answers the policy between turns; None: responses of one turn.
     latest: the latest call, with all ranks' responses and times.
-    seconds: this rank's seconds in it, by span (spans.py).
+    seconds: this rank's seconds in it, by span.
     """
 
     def __init__(
@@ -164,12 +163,12 @@ class LiveRollouts:
         purpose: Purpose = "rollout",
         states: Sequence[str] = (),
     ) -> list[Rollout]:
-        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it
-        with its own prompts, and all ranks share the work.
+        """A response to each of this rank's prompts (token ids), in their order. Every rank calls it, and all
+        share the work.
 
-        A repeated prompt gets a different response each time. The key of a response is (params.seed, purpose,
+        A repeated prompt gets a different response each time. A response's key is (params.seed, purpose,
         step, prompt, its earlier occurrences in this step and purpose on all ranks): the same calls with the
-        same weights give the same tokens, in a resumed loop too.
+        same weights give the same tokens.
 
         step: updates of the policy so far.
         states: each prompt's environment before the first turn (`Turns.state`); empty: none has any.
@@ -210,16 +209,16 @@ class LiveRollouts:
         return [rollouts[response_id] for response_id, _ in named[self.world.rank]]
 
     def restart(self, purpose: Purpose) -> None:
-        """Resets the prompt counts of this purpose, so that a repeated evaluation draws the same noise. Every
-        rank calls it."""
+        """Resets this purpose's prompt counts: a repeated evaluation draws the same noise. Every rank calls
+        it."""
         self._occurrences[purpose] = PromptCounts()
 
     def save_drafter(self, folder: str | Path) -> None:
-        """Writes the drafter, for this class, `tlt train` or another engine to load. One rank calls it."""
+        """For this class, `tlt train` or another engine to load. One rank calls it."""
         self.drafter_training.save(Path(folder), {})
 
     def close(self) -> None:
-        """Leaves the ranks' process group. Every rank calls it, at the end."""
+        """Every rank calls it, at the end."""
         world = self.world
         del self._phase, self.drafter_training, self.engine
         shutdown(world)

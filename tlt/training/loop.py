@@ -106,7 +106,7 @@ def sample(run: Run) -> PhaseResult:
 
 
 def ahead_work(run: Run, generates: bool) -> Ahead:
-    """generates: False: nothing is generated, but this step's references still count."""
+    """generates: False: only this step's references count."""
     rollout, last = run.config.rollout, run.config.run.num_steps - 1
     if not rollout.steps_ahead:
         return NO_AHEAD
@@ -132,7 +132,7 @@ def ahead_work(run: Run, generates: bool) -> Ahead:
 
 
 def is_due(run: Run, every: int) -> bool:
-    """False after the last step: the run's end does it anyway. every: steps; 0: never."""
+    """False after the last step, which the run's end covers. every: steps; 0: never."""
     return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
 
 
@@ -196,7 +196,7 @@ def save_state(run: Run) -> None:
 
 
 def describe_run(config: Config, began: Moment) -> str:
-    """Returns the argument of `main`, the same for all ranks. began: start of the user's command."""
+    """The argument of `main`, the same for all ranks. began: start of the user's command."""
     return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
 
 

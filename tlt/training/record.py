@@ -60,7 +60,6 @@ def record(
 
 
 def _show_samples(run: Run, phase: PhaseResult) -> None:
-    """Evenly spread over the step's problems."""
     num_all = len(phase.rollouts)
     num = min(run.config.run.show_samples, num_all)
     if not (num and run.world.is_leader):

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 class Run:
     """One run on one rank, as its last checkpoint left it.
 
-        data      what it learns from    build/run_data.py   the preflight reads it by the same code
+        data      what it learns from    build/run_data.py
         models    what it computes with  build/models.py
         files     where it writes        build/run_files.py
 
@@ -69,7 +69,7 @@ class Run:
     lengths: mean length of each problem's latest responses, in tokens.
 
     queue: shared by several runs in one process group; None: the run's own.
-    prints: whether the leader prints the run and hands its figures to trackers.
+    prints: whether the leader prints, and hands figures to trackers.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Run:
     # ── building ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _load(self, queue: WorkQueue | None, stop: StopRequest) -> None:
-        """Worker processes come last, so that an earlier error has none to end."""
+        """Worker processes come last: an earlier error has none to end."""
         config, world = self.config, self.world
         model = open_start(config, master_dtype(config))
         assert model.tokenizer is not None, "the preflight has encoded the problems with it"
@@ -205,7 +205,7 @@ class Run:
             self.models.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:
-        """Every rank calls it and writes its part."""
+        """Every rank calls it."""
         files, models = self.files, self.models
         with self.timeline.span(SpanName.CHECKPOINT):
             self.check_folder()
@@ -216,15 +216,12 @@ class Run:
             files.checkpoints.save(Checkpoint(self.step, run, models.tensors(), counters, own, inputs))
 
     def check_folder(self) -> None:
-        """Raises UserError if the run's folder is gone: writing would create it anew."""
+        """UserError if the run's folder is gone: writing would create it anew."""
         if self.lock is not None:
             self.lock.check()
 
     def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """In transformers' format. Every rank calls it; rank 0 writes.
-
-        extra: further keys of its config.json.
-        """
+        """In transformers' format. Every rank calls it. extra: further keys of config.json."""
         self.check_folder()
         config, tensors = self.policy.config, FullTensors(self.policy)
         if layout_of(self.config).is_sharded and not self.world.is_leader:
@@ -242,7 +239,7 @@ class Run:
         on_leader(self.world, f"{folder} after {self.step} updates", write)
 
     def save_adapter(self, folder: Path) -> None:
-        """In PEFT's format. Every rank calls it; rank 0 writes."""
+        """In PEFT's format. Every rank calls it."""
         model, parameters = self.config.model, self.policy.named_parameters()
         tensors = {
             name: full_tensor(parameter).cpu() for name, parameter in parameters if parameter.requires_grad

@@ -64,7 +64,7 @@ def _texts(run: Run) -> list[str]:
 
 
 def drafted_from(run: Run, records: Sequence[StepRecord]) -> tuple[int, float] | None:
-    """(draft vocabulary's size, share of tokens that it covered); None: not limited."""
+    """(draft vocabulary's size, share of tokens in it); None: not limited."""
     size = records[-1].drafter.vocabulary if records else 0
     return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
 

@@ -1,4 +1,4 @@
-"""Measures the speedup of speculation within a run: every few steps, on the leader, after the rollout."""
+"""The speedup of speculation within a run, measured every few steps on the leader, after the rollout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def measure_speedup(run: Run, phase: PhaseResult) -> SpeedupPair:
 
 
 def _measure(run: Run, phase: PhaseResult) -> SpeedupPair:
-    """NOT_MEASURED if the allowed share of time is still too short."""
     stats = phase.replicas[run.world.rank].stats
     num_tokens = affordable_tokens(stats, run.unmeasured_seconds, run.speedups[-1] if run.speedups else NAN)
     if num_tokens < MIN_TOKENS:

@@ -31,8 +31,8 @@ def gives_reward(section: EnvironmentSection) -> bool:
 def with_environment(
     section: EnvironmentSection, records: Sequence[tuple[str, Record]]
 ) -> list[tuple[str, Record]]:
-    """Records as the policy is shown them: with the tools, and with what `reset` says behind the last
-    message. UserError where a reset fails, and for a chat that nobody's `reset` would open."""
+    """Records as the policy sees them: with tools, and what `reset` says appended to the last message.
+    UserError where a reset fails, and for an empty chat without a `reset`."""
     if not section.has_factory:
         for place, record in records:
             _check_asks(record, place)
@@ -102,7 +102,6 @@ def check_turns(
 def turn_writer(
     environments: Environments, row: Mapping[str, Any], tokenizer: Tokenizer, chat: ChatFormat
 ) -> TurnWriter:
-    """UserError if the chat template cannot write such turns."""
     tools = environments.schemas(row)
     writer = TurnWriter(tokenizer, {**chat.variables, **({"tools": tools} if tools else {})}, chat.day)
     writer.check(bool(tools))
@@ -135,7 +134,7 @@ def _check_asks(record: Record, place: str) -> None:
 
 
 def _messages(record: Record, observation: str, place: str) -> list[Any]:
-    """As TRL: behind the last message's text. Without a prompt the observation is the prompt."""
+    """As TRL. Without a prompt the observation is the prompt."""
     if record.get("prompt_ids") is not None:
         raise UserError(f"{place}: prompt_ids cannot be shown tools; give prompt or messages")
     prompt = next((record[name] for name in _PROMPTS if record.get(name)), None)

@@ -42,7 +42,6 @@ def layout_of(config: Config) -> LayoutChoice:
 
 
 def join_ranks(config: Config, met: Rendezvous | None = None) -> World:
-    """met: None: the ranks meet here."""
     torch.set_num_threads(config.run.threads_per_rank)
     is_sharded = layout_of(config).is_sharded
     device, timeout = device_of(config).name, config.run.timeout_seconds

@@ -1,4 +1,4 @@
-"""What a run computes with on one rank: the policy's trainer, the engine, and the training of its drafter."""
+"""What a run computes with on one rank: policy trainer, engine, and training of the drafter."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ class RunModels:
     idle_choice: IdleChoice
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds."""
         return {**self.trainer.tensors(), **self.drafter_training.tensors()}
 
     def counters(self) -> dict[str, Any]:
-        """State besides tensors that all ranks share."""
+        """State that all ranks share."""
         return {
             "policy": self.trainer.counters(),
             "drafter": self.drafter_training.counters(),
@@ -57,7 +56,7 @@ class RunModels:
         }
 
     def own_counters(self) -> dict[str, Any]:
-        """State besides tensors of this rank: "drafter" is its training's, "drafting" the engine's."""
+        """State of this rank."""
         tuner, drafter = self.engine.tuner, self.engine.drafter
         return {
             "drafter": self.drafter_training.own_counters(),
@@ -66,8 +65,7 @@ class RunModels:
         }
 
     def restore(self, counters: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
-        """Call it after the tensors have been filled. own: this rank's, then those of ranks that no longer
-        exist."""
+        """After the tensors have been filled. own: this rank's, then those of ranks that no longer exist."""
         self.trainer.restore(counters["policy"])
         self.drafter_training.restore(counters["drafter"], own[0]["drafter"])
         self.idle_choice.restore(counters["idle"])
@@ -118,7 +116,7 @@ def build_drafter_training(
     seed: int,
     share: float = 0.0,
 ) -> DrafterTraining:
-    """Returns a DrafterTraining that does nothing where the engine has no learned drafter.
+    """Does nothing where the engine has no learned drafter.
 
     seed: of the training windows, which differ by rank.
     share: see LearnedDrafterTraining.

@@ -28,11 +28,7 @@ from tlt.training.update.update import PolicyTrainer
 def build_policy_trainer(
     config: Config, model: Model, world: World, is_sharded: bool = False, target: Target | None = None
 ) -> PolicyTrainer:
-    """A KL term adds a frozen reference: a second copy, or the base beside LoRA adapters that begin at
-    zero.
-
-    target: the engine's copy, whose numbers the update takes; None: it computes its own.
-    """
+    """target: the engine's copy, whose numbers the update takes; None: it computes its own."""
 
     def build() -> Policy:
         policy, seed = policy_on_meta(config, model.config), config.run.seed
@@ -106,7 +102,7 @@ def base_dtype(config: Config) -> torch.dtype:
 
 
 def policy_on_meta(config: Config, shape: ModelConfig) -> Policy:
-    """The run's policy with its adapters, without memory; `build_policy` fills it."""
+    """With its adapters, without memory; `build_policy` fills it."""
     with torch.device("meta"):
         policy = new_transformer(shape, base_dtype(config), config.parallel.checkpoint_activations)
     if config.lora.is_used:

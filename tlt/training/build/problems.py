@@ -27,9 +27,8 @@ from tlt.training.saved.inputs import digest_of_problems
 
 @dataclass(frozen=True)
 class ReadProblems:
-    """encoded: token ids of all rows, those that are left out included.
-    notes: for the user, about rows that are left out or look unintended.
-    """
+    """encoded: token ids of all rows, omitted ones too.
+    notes: for the user, about rows that are omitted or look unintended."""
 
     problems: list[Problem]
     encoded: Encoded
@@ -44,8 +43,7 @@ def load_problems(config: Config, split: str, folder: Path | None = None) -> lis
 
 
 def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int) -> ReadProblems:
-    """Raises UserError for a prompt that the model cannot read, and for fewer problems than a step takes.
-    split: "train" or "test"."""
+    """UserError for a prompt that the model cannot read, and for fewer problems than a step takes."""
     given, chat = _records(config, split), chat_format(config)
     records = with_environment(config.environment, given)
     check_turns(config.environment, given, tokenizer, chat)
@@ -104,7 +102,8 @@ def describe_overlap(
 ) -> str | None:
     """None: no overlap. No error, since large data sets repeat rows.
 
-    by_row: environments begin by a problem's row, so problems of one prompt differ."""
+    by_row: environments begin by a problem's row, so prompts may repeat.
+    """
     what_is_asked: Callable[[Problem], Hashable] = _row_of if by_row else lambda problem: problem.prompt_ids
     trained = {what_is_asked(problem): problem.problem_id for problem in train}
     shared = [problem for problem in held_out if what_is_asked(problem) in trained]
@@ -117,7 +116,6 @@ def describe_overlap(
 
 
 def _row_of(problem: Problem) -> Hashable:
-    """The row without its name; of a row that has nothing else, the name."""
     columns = {
         name: value for name, value in problem.data.items() if name not in ("problem_id", "in_thought")
     }
@@ -158,8 +156,7 @@ def _records(config: Config, split: str) -> Records:
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """From endless epochs, each shuffled by (seed, epoch). An incomplete step at an epoch's end is
-    skipped."""
+    """From endless epochs, each shuffled by (seed, epoch); an incomplete last step is skipped."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)
     return [problems[i] for i in _order(len(problems), seed, epoch)[position * num : (position + 1) * num]]
@@ -167,7 +164,7 @@ def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int
 
 @functools.lru_cache(maxsize=2)
 def _order(num: int, seed: int, epoch: int) -> list[int]:
-    """Cached: callers must not change the list."""
+    """Callers must not change it."""
     order = list(range(num))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

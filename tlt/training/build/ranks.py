@@ -44,7 +44,6 @@ def all_ranks(config: Config) -> int:
 
 
 def choose_ranks(config: Config) -> RankChoice:
-    """ "auto" means one rank a GPU, without GPUs `ranks_on_cpus`."""
     if (place := find_place()) is not None:
         return RankChoice(place.world_size)
     if config.run.num_ranks != "auto":
@@ -57,11 +56,11 @@ def choose_ranks(config: Config) -> RankChoice:
 
 
 def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> RankChoice:
-    """Returns as many ranks as cores, memory and problems carry, at least one.
+    """As many ranks as cores, memory and problems carry, at least one.
 
     machine: bytes of memory; caches take their share (engine/memory.py).
     each: bytes that a rank always holds.
-    num_problems: of a step. A rank begins with whole problems, so more ranks would begin idle.
+    num_problems: of a step; a rank begins with whole problems.
     """
     by_memory = int((1 - CPU_SHARE) * machine) // each
     limits = {"the cores": by_cores, "the memory": by_memory, "problems_per_step": num_problems}
@@ -70,7 +69,6 @@ def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> 
 
 
 def num_cores() -> int:
-    """Respects the process's affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     if _CPU_QUOTA.is_file():
         quota, period = _CPU_QUOTA.read_text().split()
@@ -79,8 +77,7 @@ def num_cores() -> int:
 
 
 def standing_bytes(config: Config, shape: ModelConfig) -> int:
-    """Bytes of a rank on CPUs without caches and activations: less than `tlt plan memory` counts, but
-    known before a prompt is read."""
+    """Of a rank on CPUs, without caches and activations: known before a prompt is read."""
     num, has_lora = count_parameters(shape), config.lora.is_used
     trained = (count_adapters(shape, config.lora) if has_lora else num) * master_dtype(config).itemsize
     frozen = num * base_dtype(config).itemsize if has_lora else 0

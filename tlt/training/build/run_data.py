@@ -1,4 +1,4 @@
-"""What a run learns from: problems, tokenizer and sampling law. No accelerator is needed to read it."""
+"""What a run learns from: problems, tokenizer and sampling law. Reading it needs no accelerator."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class RunData:
         return self.tokenizer.decode(token_ids)
 
     def inputs(self, weights: str = "") -> Inputs:
-        """weights: digest of the first policy; empty: not known yet."""
+        """weights: digest of the first policy; empty: unknown."""
         problems = {"train": self.problems, "test": self.held_out}
         special_tokens = special_tokens_of(self.tokenizer, self.params)
         folder, adapter = self.tokenizer.path, adapter_folder(self.config)
         return Inputs.of(self.config, problems, folder, weights, adapter, special_tokens)
 
     def write_prompts(self, folder: Path) -> None:
-        """For the ranks, and for the attempt that resumes the run."""
+        """For the ranks, and a resumed run."""
         for split, one in self.read.items():
             one.encoded.write(folder / NAMES[split])
 

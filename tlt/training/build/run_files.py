@@ -22,7 +22,6 @@ from tlt.training.saved.kept_responses import KeptResponses, forget_responses
 class Attempt:
     """Where an attempt at a run begins.
 
-    run: its id.
     step: updates done by earlier attempts.
     follows: digest of the checkpoint before the restored one.
     """

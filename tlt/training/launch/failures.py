@@ -31,12 +31,9 @@ class RankAwaited(RuntimeError): ...
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The earliest failure usually caused the others.
-
-    traceback: empty if the rank left because of another one.
-    time: seconds of a monotonic clock.
-    is_awaiting: failed only because another rank did not come.
-    """
+    """traceback: empty if the rank left because of another one.
+    time: monotonic seconds; the earliest failure usually caused the others.
+    is_awaiting: failed only because another rank did not come."""
 
     rank: int
     is_user_error: bool
@@ -61,7 +58,7 @@ class RankFailure:
         return RankFailure(**json.loads(path.read_text()))
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all: the rank may be killed meanwhile."""
+        """Whole or not at all."""
         partial = folder / f".{self.rank}"
         partial.write_text(json.dumps(asdict(self)))
         partial.rename(folder / f"rank{self.rank}.json")
@@ -79,8 +76,6 @@ def leave(message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class AttemptFailure:
-    """causes: a line for each rank at fault."""
-
     causes: tuple[str, ...]
     traceback: str = ""
     is_user_error: bool = False
@@ -96,7 +91,7 @@ def find_cause(
     reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
 ) -> AttemptFailure:
     """A user's mistake if any rank reported one, else the report of the ranks that ended first. A killed rank
-    has no report.
+    has none.
 
     how: returns how a rank's process ended.
     """
@@ -111,11 +106,11 @@ def find_cause(
 
 
 class Restarts:
-    """A failure that would come again is final: a user's mistake, or an error at the line of code where the
-    last attempt failed, unless something was saved in between.
+    """A failure that would come again is final: a user's mistake, or an error at the same line of code
+    without progress in between.
 
     progress: returns where another attempt would resume.
-    log: file that tracebacks are appended to; None: they go to stderr.
+    log: file for tracebacks; None: stderr.
     """
 
     def __init__(

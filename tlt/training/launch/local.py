@@ -1,10 +1,8 @@
 """Starts the ranks of a run on this machine, restarts them if one has died, and reports why they ended.
 
-    tlt train ── launch ─┬─ this process is a rank (place.py), or there is one rank: runs the entry here
-                         └─ Supervisor (signals.py) ─┬─ rank 0: entry(argument, stop)
-                              hears signals          └─ rank 1: entry(argument, stop)
-
-Every attempt has its own processes and store. After a signal no attempt follows.
+tlt train ── launch ─┬─ this process is a rank (place.py), or there is one rank: runs the entry here
+                     └─ Supervisor (signals.py) ─┬─ rank 0: entry(argument, stop)
+                          hears signals          └─ rank 1: entry(argument, stop)
 """
 
 from __future__ import annotations
@@ -63,16 +61,16 @@ def launch(
     restarts: Restarts | None = None,
     go_on: str = "",
 ) -> int:
-    """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
+    """Runs `entry(argument, stop)` on every rank and returns the command's exit code.
 
-    0: all ranks returned.
-    1: a rank failed; stderr has its traceback, or one line that names the killed rank.
-    2: a rank raised UserError; its one line is on stderr.
-    130, 143: SIGINT, SIGTERM has stopped the run.
+        0           all ranks returned
+        1           a rank failed; stderr has its traceback, or names the killed rank
+        2           a rank raised UserError; its line is on stderr
+        130, 143    stopped by SIGINT, SIGTERM
 
     entry: an importable function, or "package.module:function".
     grace_seconds: from the first signal until the ranks are killed.
-    go_on: the command that continues the run, for the message after a second Ctrl-C.
+    go_on: the command that continues the run.
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
@@ -132,7 +130,7 @@ def _run_rank(
     launcher: int,
     meeting: socket.socket,
 ) -> None:
-    """meeting: the open port of the ranks' store, which rank 0 serves."""
+    """meeting: the open port of the ranks' store."""
     os.environ.update(environ)
     rank = int(environ["RANK"])
     if rank == 0:
@@ -193,8 +191,7 @@ def _attempt(
 
 
 def _open_meeting() -> socket.socket:
-    """Open from now on, so that no other process takes the port. Raises UserError for a machine without a
-    loopback."""
+    """Stays open, so that no other process takes the port. Raises UserError without a loopback."""
     meeting = socket.socket()
     try:
         meeting.bind((_LOOPBACK, 0))

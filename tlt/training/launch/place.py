@@ -25,11 +25,10 @@ LISTENING = "TLT_LISTENING"
 @dataclass(frozen=True)
 class Place:
     """is_server: this process serves master_port; else the launcher does.
-    listening: file descriptor of that port, if the launcher has opened it for this process.
-    has_own_gpu: each rank sees its own GPU alone.
+    listening: file descriptor of that port, if the launcher opened it.
+    has_own_gpu: each rank sees one GPU, its own.
     is_restart: the launcher has started these ranks before.
-    secret: prefix of the ranks' part of the store, unknown to other users; empty: none.
-    """
+    secret: prefix of the ranks' part of the store, unknown to other users; empty: none."""
 
     rank: int
     world_size: int
@@ -49,8 +48,7 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """None: no launcher has started this process as a rank; `tlt train` starts all ranks in a Slurm step with
-    one task. Raises UserError for contradictions."""
+    """None: no launcher has started this process as a rank. Raises UserError for contradictions."""
     source = "RANK, WORLD_SIZE, LOCAL_RANK"
     if "RANK" not in environ:
         if "SLURM_PROCID" not in environ or _slurm_num_tasks(environ, default=1) <= 1:
@@ -134,7 +132,7 @@ def _slurm_num_tasks(environ: Mapping[str, str], default: int | None = None) -> 
 
 
 def _as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """A step's own variables go before the job's."""
+    """A step's own variables take precedence over the job's."""
     num_tasks = _slurm_num_tasks(environ)
     nodes = (environ.get(f"SLURM_{which}NODELIST") for which in ("STEP_", "", "JOB_"))
     host = _first_host(next(filter(None, nodes), ""))
@@ -153,7 +151,7 @@ def _as_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_here(environ: Mapping[str, str], num_tasks: int) -> int:
-    """Reads "4(x2),3" as 4, 4 and 3 tasks on three machines."""
+    """ "4(x2),3" means 4, 4 and 3 tasks on three machines."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None:
         return -(-num_tasks // max(_slurm_number(environ, "SLURM_NNODES", default=1), 1))
@@ -170,7 +168,7 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int) -> int:
 
 
 def _first_host(nodelist: str) -> str:
-    """Reads "gpu[01-03,7],login" as gpu01."""
+    """ "gpu[01-03,7],login" gives gpu01."""
     first = re.match(r"((?:[^,\[\]\s]|\[[0-9]+[0-9,-]*\])+)(?:,|$)", nodelist)
     if first is None:
         raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")

@@ -55,7 +55,7 @@ class RankNeeds:
 
 
 def connect() -> Any:
-    """The module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises UserError."""
+    """The module `ray`, connected to RAY_ADDRESS or this machine's cluster. Raises UserError."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # print every line of the ranks
     try:
         import ray
@@ -99,8 +99,8 @@ def launch_on_ray(
 ) -> int:
     """As `local.launch`.
 
-    describe: returns the argument for an attempt that begins now; machines of a cluster do not share a clock.
-    patience: seconds to wait for room on the cluster, which may have to grow.
+    describe: returns the argument for an attempt that begins now; machines do not share a clock.
+    patience: seconds to wait for room on the cluster.
     """
     ray = connect()
     stop = StopRequest()
@@ -154,7 +154,7 @@ def _actors(ray: Any, num_ranks: int, needs: RankNeeds, patience: float) -> Iter
 
 
 class RankActor:
-    """It has two threads, so that `stop` is heard while `run` runs."""
+    """Two threads: `stop` is heard while `run` runs."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()

@@ -43,7 +43,7 @@ _SETTLE_SECONDS = 0.1
 
 class SharedStop:
     """The first signal of a launch, in shared memory without a lock, which a killed process might keep.
-    Raises UserError where the system gives no memory."""
+    Raises UserError without such memory."""
 
     def __init__(self) -> None:
         memory = multiprocessing.get_context("spawn")
@@ -80,7 +80,7 @@ class StopRequest:
         self.is_shown = False
 
     def show(self, is_shown: bool) -> None:
-        """is_shown: this rank's live lines show the request, and would overwrite another line."""
+        """is_shown: live lines show the request, and would overwrite another line."""
         self.is_shown = is_shown
         if self._shared is not None:
             self._shared.is_shown = is_shown
@@ -95,14 +95,14 @@ class StopRequest:
 
 
 def say(text: str) -> None:
-    """Prints to stderr. If it is closed (`2>&1 | head`), the line is lost without an error."""
+    """To stderr; if it is closed (`2>&1 | head`), the line is lost without an error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(hide(visible(f"tlt: {text}\n")))
         sys.stderr.flush()
 
 
 def restore_terminal() -> None:
-    """After a kill: removes the last live line, and shows the cursor again."""
+    """After a kill: removes the last live line and shows the cursor."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def _ended_at_once(go_on: str) -> str:
 
 @contextmanager
 def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
-    """A second Ctrl-C, more than a second later, ends the process at once."""
+    """A second Ctrl-C, REPEAT_SECONDS later, ends the process at once."""
     received_at = float("-inf")
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -149,12 +149,10 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
 
 
 def listen_as_rank(stop: StopRequest, launcher: int) -> None:
-    """Hears signals and notices the launcher's death, in a thread.
+    """Hears signals and the launcher's death in a thread. Signals stay blocked in the main thread, which may
+    wait in a collective.
 
-    The rank inherits blocked signals (see `Supervisor`) and keeps them blocked: the thread hears them while
-    the main thread waits in a collective, too.
-
-    launcher: its process id; after its death the parent is another.
+    launcher: its process id.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if os.getppid() != launcher:
@@ -163,7 +161,7 @@ def listen_as_rank(stop: StopRequest, launcher: int) -> None:
 
 
 def _listen(stop: StopRequest, launcher: int, grace_seconds: float = GRACE_SECONDS) -> None:
-    """Ends the process after the grace period: its entry may wait for a rank that has died."""
+    """Ends the process after the grace period: its entry may wait for a dead rank."""
     while os.getppid() == launcher:
         if heard := signal.sigtimedwait(STOP_SIGNALS, 1.0):
             stop.ask(signal.Signals(heard.si_signo))
@@ -176,7 +174,7 @@ def _listen(stop: StopRequest, launcher: int, grace_seconds: float = GRACE_SECON
 
 
 class Supervisor:
-    """Starts ranks and waits for their end. Hears SIGINT and SIGTERM meanwhile."""
+    """Starts ranks, waits for their end, and hears SIGINT and SIGTERM meanwhile."""
 
     def __init__(self, grace_seconds: float, go_on: str = "") -> None:
         self.stop = SharedStop()
@@ -196,7 +194,7 @@ class Supervisor:
             signal.signal(number, handler)
 
     def run(self, ranks: Sequence[BaseProcess]) -> list[int]:
-        """Returns the ranks that failed first, together; the others are then killed. Empty: none failed.
+        """Returns the ranks that failed first; the others are killed. Empty: none failed.
 
         Raises OSError where the system has no room for a process.
         """
@@ -217,8 +215,7 @@ class Supervisor:
             self.stop.is_shown = False
 
     def _start(self, ranks: Sequence[BaseProcess]) -> None:
-        """The ranks inherit that the signals are blocked, so a Ctrl-C waits until they have imported and
-        listen."""
+        """Ranks inherit blocked signals: a Ctrl-C waits until they listen."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for process in ranks:

@@ -20,8 +20,9 @@ class ReplicaTimeout(RankAwaited): ...
 
 
 class Heartbeats:
-    """One replica's heartbeat, and its view of the others'. held: its unfinished units.
+    """One replica's heartbeat, and its view of the others'.
 
+    held: its unfinished units.
     tells: the text that travels with each heartbeat.
     """
 
@@ -47,8 +48,7 @@ class Heartbeats:
             self.beat(held)
 
     def watch(self, held: int, phase: str) -> None:
-        """Reads some of the others' heartbeats, at most once a second. Raises ReplicaTimeout for a silent
-        replica."""
+        """Reads some of the others' heartbeats, at most once a second. Raises ReplicaTimeout."""
         now = self._clock()
         if now - self._watched_at < _WATCH_SECONDS:
             return
@@ -75,7 +75,7 @@ class Heartbeats:
         return [text for text in told if text]
 
     def _next_to_watch(self) -> list[int]:
-        """Few enough not to swamp the store; each replica has its turn ten times within the time-out."""
+        """Few enough not to swamp the store; each replica ten times within the time-out."""
         num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
         turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
         self._next_watched = (self._next_watched + num) % self.num_replicas

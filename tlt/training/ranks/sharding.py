@@ -51,10 +51,10 @@ def mesh_of(world: World) -> DeviceMesh:
 
 
 def shard(model: Policy, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
-    """Layer by layer, in place, then the rest. Gradients are sums over the ranks, not means.
+    """In place. Gradients are sums over the ranks, not means.
 
     param_dtype: dtype in which layers are gathered and computed; None: the slices'. Slices and sums of
-    gradients keep their dtype.
+        gradients keep theirs.
     """
     trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
@@ -89,8 +89,8 @@ def local_rows(tensor: DTensor) -> slice:
 
 
 class FullTensors(Mapping[str, Tensor]):
-    """Reading a sharded tensor is a collective: all ranks read in the same order. A tensor that is not
-    sharded is returned itself. Adapters are merged into their matrices.
+    """Reading a sharded tensor is a collective: all ranks read in the same order. Adapters are merged into
+    their matrices.
 
     dtype: None: not cast.
     """
@@ -115,7 +115,7 @@ class FullTensors(Mapping[str, Tensor]):
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Slices are cast before they travel. A tensor that is not sharded is returned itself."""
+    """Slices are cast before they travel. An unsharded tensor is returned itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     cast = tensor.detach().to(dtype or tensor.dtype)

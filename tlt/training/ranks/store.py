@@ -43,8 +43,8 @@ def read_now(store: Store, key: str) -> bytes:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Raises UserError if nobody answers, and OSError if the port that Ray's driver found free was taken
-    since: the restart takes another."""
+    """UserError if nobody answers; OSError if the port that Ray's driver found free is taken: the restart
+    takes another."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -131,9 +131,7 @@ def is_over(store: Store, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class Watch:
-    """has_left: set when the process ends by itself.
-    has_answered: set whenever the store has answered.
-    """
+    """has_left: set when the process ends by itself."""
 
     has_left: threading.Event = field(default_factory=threading.Event)
     has_answered: threading.Event = field(default_factory=threading.Event)
@@ -155,8 +153,8 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
 
 
 def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
-    """Passes one rank's signal on to all ranks. Otherwise this rank alone would stop within a phase, and wait
-    there for the others."""
+    """Passes one rank's signal on to all: this rank alone would stop within a phase, and wait there for the
+    others."""
     connection = clone(store)
 
     def look() -> bool:
@@ -172,8 +170,8 @@ def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
 
 
 def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
-    """The network's own time-out is a quarter of an hour. The thread counts rounds, not the clock, so that a
-    suspended process does not leave."""
+    """The network's own time-out is a quarter of an hour. Counts rounds, not the clock: a suspended process
+    does not leave."""
     silent = 0.0
 
     def look() -> bool:

@@ -1,5 +1,4 @@
-"""Waiting for another rank through the Store. A collective would end the run at its time-out, and writing a
-large model may take longer."""
+"""Waiting for another rank through the Store: writing a large model may outlast a collective's time-out."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting
 
 
 def on_leader(world: World, name: str, work: Callable[[], None]) -> None:
-    """Every rank calls it, and an exception is raised on all. name: unique among these ranks' work."""
+    """Every rank calls it; an exception is raised on all. name: unique among these ranks' work."""
     if world.world_size == 1:
         work()
         return
@@ -79,8 +78,7 @@ ROLL_CALL_SECONDS = 5.0
 
 @contextmanager
 def naming_absent_ranks(world: World) -> Iterator[None]:
-    """Turns the time-out of a collective into RankAwaited, which names the ranks that did not time out
-    themselves."""
+    """Turns a collective's time-out into RankAwaited, which names the ranks that did not time out."""
     try:
         yield
     except RuntimeError as error:

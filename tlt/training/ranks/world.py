@@ -36,8 +36,7 @@ TIMEOUT_SECONDS = 600.0
 class World:
     """store: this attempt's part of the c10d Store; a HashStore if this process is alone.
     group: None: this process is alone, and no collective communicates.
-    watch: of the threads that end this process if the attempt or its store is gone; None: no threads.
-    """
+    watch: of the threads that end this process if attempt or store is gone; None: no threads."""
 
     rank: int
     world_size: int
@@ -61,8 +60,8 @@ class DeviceChoice:
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
-    """Raises UserError if GPUs are wanted or present, but not one for every rank: nothing falls back in
-    silence. num_ranks, num_gpus: of this machine."""
+    """UserError if GPUs are wanted or present, but not one for every rank. num_ranks, num_gpus: of this
+    machine."""
     if wanted == "cpu":
         return DeviceChoice("cpu", "run.device is cpu")
     if wanted == "auto" and num_gpus == 0:
@@ -79,8 +78,7 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of an attempt have met on a store, and have no process group yet. number: the attempt's, from
-    1."""
+    """Ranks that have met on a store, without a process group yet. number: the attempt's, from 1."""
 
     place: Place
     number: int
@@ -107,9 +105,9 @@ def init_process_group_from_env(
     group_of_one: bool = False,
 ) -> World:
     """Joins the ranks that the environment names (place.py); without any, a world of one without a process
-    group. A GPU gets gloo and NCCL; objects travel over gloo.
+    group. Objects travel over gloo.
 
-    group_of_one: gives a process that is alone a group, which FSDP needs.
+    group_of_one: gives a lone process a group, which FSDP needs.
     """
     place = (find_place() or Place(0, 1)) if met is None else met.place
     device = _device_of(place, torch.device(device))
@@ -162,9 +160,8 @@ def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SE
 
 
 def shutdown(world: World) -> None:
-    """Call it on all ranks together. Drop models, optimizers and work queues first: objects that refer to the
-    group at the interpreter's end make gloo abort (in 30 % of runs without barrier and collection).
-    """
+    """A collective. Drop models, optimizers and work queues first: objects that refer to the group at the
+    interpreter's end make gloo abort."""
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -175,7 +172,7 @@ def shutdown(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Every rank's value, by rank. Values are pickled: keep them small."""
+    """By rank. Values are pickled: keep them small."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.world_size
@@ -189,7 +186,7 @@ def any_rank(world: World, is_true: bool) -> bool:
 
 
 def broadcast_json(world: World, value: Any) -> Any:
-    """The leader's value on every rank: for decisions by a file or a clock, which may differ by rank."""
+    """The leader's value: files and clocks may differ by rank."""
     return value if world.group is None else json.loads(broadcast_bytes(world, json.dumps(value).encode()))
 
 
@@ -217,8 +214,8 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
     weight; at 0 nothing changes.
 
     A rank of weight 0 adds nothing, not even its NaNs; a rank with all the weight passes its tensors on bit
-    for bit, because weights are normalized first. They travel as one flat bucket, in float64 if any is
-    float64, else in float32, and may lie on several devices (AdamW counts its steps on the CPU).
+    for bit. They travel as one flat bucket, in float64 if any is, else in float32, and may lie on several
+    devices.
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"

@@ -1,7 +1,7 @@
 """The console of a run: a header, a table with a line per step, a summary.
 
-Colours and live lines (live_lines.py) are for terminals; files, pipes, dumb terminals and NO_COLOR get
-plain lines.
+Colours and live lines (live_lines.py) are for terminals; files, pipes, dumb terminals and NO_COLOR get plain
+lines.
 """
 
 from __future__ import annotations
@@ -90,13 +90,10 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 class Console:
-    """`close` it, or use `with`.
-
-    enabled: False on other ranks than the leader: nothing is printed.
+    """enabled: False: nothing is printed.
     num_steps: of the whole run; None: no progress bar.
     log: gets the plain lines, too.
-    stopping: said by the live lines once the user has asked the run to stop.
-    """
+    stopping: said by the live lines once the user has asked the run to stop."""
 
     def __init__(
         self,
@@ -280,7 +277,7 @@ class Console:
 
 
 def _open(stream: TextIO, enabled: bool, is_terminal: bool) -> rich.console.Console:
-    """Off a terminal the width is fixed: a log must not depend on where it was written."""
+    """Off a terminal the width is fixed: a log does not depend on where it was written."""
     return rich.console.Console(
         file=stream,
         width=None if is_terminal else WIDTH,

@@ -26,9 +26,7 @@ REFRESHES_PER_SECOND = 2
 
 
 class LiveLines(Progress):
-    """what: work other than generating a step's responses.
-    num_steps, stopping: see `Console`.
-    """
+    """what: work other than generating a step's responses."""
 
     def __init__(
         self, console: rich.console.Console, num_steps: int | None, stopping: Callable[[], str] = str
@@ -69,7 +67,7 @@ class LiveLines(Progress):
                 yield Text(f"   {text}", style, no_wrap=True, overflow="ellipsis")
 
     def _time_left(self) -> str:
-        """Steps take minutes and evaluations lie between them, so rich's own estimate would not do."""
+        """Rich's own estimate ignores evaluations between steps."""
         num_left = (self._num_steps or 0) - (self._step or 0)
         if num_left <= 0 or not self._recent:
             return ""

@@ -27,7 +27,7 @@ def logging_stderr(path: Path) -> Iterator[None]:
 
 
 class _Log(io.TextIOBase):
-    """Several processes print into the file: it is open for one write at a time."""
+    """Several processes print into it: open for one write at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -18,7 +18,6 @@ from tlt.training.report.words import duration, near
 class Gain:
     """The first and the last evaluation, as pairs.
 
-    steps: updates done.
     p_value: of the paired difference in rewards (`by_reward`) or solve rates.
     """
 
@@ -31,14 +30,11 @@ class Gain:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run.
-
-    gain: None: there are no two evaluations to compare.
+    """gain: None: there are no two evaluations to compare.
     left_out: why an evaluation is not in the gain.
     seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations; None: this command has done them all.
-    drafted: size of the last step's draft vocabulary, share of tokens in it; None: the whole vocabulary.
-    """
+    drafted: size of the last step's draft vocabulary, share of tokens in it; None: the whole vocabulary."""
 
     gain: Gain | None
     left_out: Sequence[str]

@@ -45,7 +45,6 @@ class PhaseProgress:
 
     finished, total: responses.
     speed: recent tokens per second; None: unknown.
-    longest: as above.
     doing: number of replicas by activity.
     """
 

@@ -1,8 +1,5 @@
-"""The record of a step, a line of metrics.jsonl.
-
-A quantity that does not exist (the accept length without verification) is null in JSON and NaN in the
-record.
-"""
+"""The record of a step, a line of metrics.jsonl. A quantity that does not exist is null in JSON and NaN in
+the record."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class StepRecord:
         return record
 
     def figures(self) -> dict[str, float]:
-        """Finite numbers by path: rollout/response_tokens/p95. A list's items count from 1:
+        """Finite numbers by path: rollout/response_tokens/p95. Items of a list count from 1:
         idle/preemption_seconds_1."""
         left_out = {"step", "finished_at"} | ({"speedup"} if not self.speedup.num_tokens else set())
         return dict(_numbers("", {k: value for k, value in vars(self).items() if k not in left_out}))
@@ -103,7 +100,7 @@ def _nan_for_null(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Flushes every line. Opening drops lines after step `last_kept`: no step stands twice in the file."""
+    """Flushes every line. Opening drops lines after step `last_kept`."""
 
     def __init__(self, path: str | Path, last_kept: int) -> None:
         self.path = Path(path)
@@ -131,7 +128,6 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Works while the file is written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")

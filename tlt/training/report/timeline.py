@@ -4,8 +4,8 @@
              | prefill | decode | speculate                | update           |
     rank 1   | prefill | decode | train drafter ........... | update           |
 
-A rank's file has Unix seconds of rank 0's clock: ranks and resumed runs share one axis. No fault of
-reading or writing ends the run: it is said.
+A rank's file has Unix seconds of rank 0's clock: ranks and resumed runs share one axis. No fault of reading
+or writing ends the run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True)
 class Epoch:
-    """Offsets of a rank's monotonic clock.
-
-    to_rank_0: seconds to rank 0's monotonic clock; exactly 0 on the same machine.
-    to_unix: seconds to rank 0's Unix time.
-    """
+    """to_rank_0: seconds to rank 0's monotonic clock; exactly 0 on the same machine.
+    to_unix: seconds to rank 0's Unix time."""
 
     to_rank_0: float = 0.0
     to_unix: float = 0.0
@@ -54,10 +51,7 @@ class Epoch:
 
 @dataclass(slots=True)
 class SpanRow:
-    """A line of a rank's file: a span, or several that are merged.
-
-    busy_seconds: sum of the merged spans, without the gaps between them.
-    """
+    """A line of a rank's file: one or several merged spans. busy_seconds: without the gaps between them."""
 
     name: str
     start: float
@@ -78,7 +72,6 @@ class SpanRow:
         return Span(self.name, self.start, self.end, self.strategy, self.num_running, self.num_tokens)
 
     def merge(self, span: Span) -> bool:
-        """False: they are not alike, or too far apart."""
         is_alike = self.name == span.name and self.strategy == span.strategy
         is_near = 0.0 <= span.start - self.end <= MERGE_GAP_SECONDS
         if not (is_alike and is_near and self.num_running == span.num_running):
@@ -90,14 +83,14 @@ class SpanRow:
         return True
 
     def to_json(self, epoch: float) -> str:
-        """epoch: added to both times. A span that is no engine step ends with the number of spans."""
+        """epoch: added to both times. Only engine steps have a batch."""
         times = self.start + epoch, self.end + epoch
         batch = (self.strategy, self.num_running, self.num_tokens) if self.strategy else ()
         return json.dumps([self.name, *times, self.busy_seconds, self.num_spans, *batch])
 
     @staticmethod
     def from_json(line: str | bytes) -> SpanRow:
-        """Raises ValueError, TypeError, OverflowError or RecursionError for any other line."""
+        """Raises ValueError, TypeError, OverflowError or RecursionError."""
         text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
         name, start, end, busy, count, *batch = json.loads(text)
         seconds = float(start), float(end), float(busy)
@@ -110,13 +103,10 @@ class SpanRow:
 
 
 class Timeline:
-    """The spans of one rank.
-
-    path: `flush` appends to it; None: nothing is written.
+    """path: `flush` appends to it; None: nothing is written.
     epoch: from `shared_epoch`; default: the clock itself is the axis.
     clock: monotonic seconds.
-    say: gets one line if the file cannot be written; nothing is from then on.
-    """
+    say: gets one line if the file cannot be written; nothing is from then on."""
 
     def __init__(
         self,
@@ -138,7 +128,6 @@ class Timeline:
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[Path]:
-        """Gives the file up on OSError."""
         try:
             yield path
         except OSError as error:
@@ -159,7 +148,7 @@ class Timeline:
         self.add(Span(name, start, end))
 
     def add(self, span: Span) -> None:
-        """Records a span measured elsewhere on this rank's clock."""
+        """A span measured elsewhere on this rank's clock."""
         if not (self._rows and self._rows[-1].merge(span)):
             self._rows.append(SpanRow.of(span))
 
@@ -168,7 +157,7 @@ class Timeline:
         return [row.span for row in self._rows]
 
     def flush(self) -> None:
-        """Once a step. Without a file spans stay until `clear`."""
+        """Once a step. Without a file, spans stay until `clear`."""
         if self._path is None or not self._rows:
             return
         lines = [row.to_json(self.epoch.to_unix) for row in self._rows]
@@ -182,10 +171,8 @@ class Timeline:
 
 
 def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
-    """Compares this rank's clock with rank 0's. Every rank calls it.
-
-    Exact on one machine, which has one monotonic clock. Between machines the median over rounds, as exact
-    as ranks leave `gather` together.
+    """Compares this rank's clock with rank 0's: exact on one machine, between machines the median over
+    rounds. Every rank calls it.
 
     gather: a barrier that returns all ranks' values.
     """
@@ -208,7 +195,7 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
-    """Returns a line about each part that could not be read or written."""
+    """Returns a line about each fault."""
     missing: list[str] = []
     try:
         with write_atomically(Path(out)) as file:
@@ -245,7 +232,7 @@ def _events(rank: int, rows: Sequence[SpanRow]) -> Iterator[dict[str, Any]]:
 
 
 def _read_rows(path: Path) -> tuple[list[SpanRow], dict[str, str]]:
-    """The sound rows of a rank's file, and why which others are missing."""
+    """Returns (sound rows, what is missing by reason)."""
     rows: list[SpanRow] = []
     num_bad = 0
     try:

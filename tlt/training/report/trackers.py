@@ -1,7 +1,4 @@
-"""Trackers, of `accelerate.tracking` or the user's own, and the process of each.
-
-The process imports this module: libraries are imported when their tracker begins.
-"""
+"""Trackers, of `accelerate.tracking` or the user's own, and each one's process, which imports this module."""
 
 from __future__ import annotations
 
@@ -27,12 +24,9 @@ from tlt.base.types import UserError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts of a run that a tracker receives first.
-
-    run_id: the same in all attempts at this run, and in no other run.
+    """run_id: the same in all attempts at this run.
     config: section → key → value.
-    step: updates done by earlier attempts.
-    """
+    step: updates done by earlier attempts."""
 
     name: str
     project: str
@@ -49,16 +43,14 @@ class Tracker(Protocol):
     """
 
     def begin(self, run: TrackedRun) -> str:
-        """Starts or continues the run. Returns where its figures can be seen."""
+        """Starts or continues the run. Returns where its figures are shown."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Finite figures of the policy after `step` updates. A step may be repeated."""
         ...
 
-    def finish(self) -> None:
-        """Delivers what is queued."""
-        ...
+    def finish(self) -> None: ...
 
 
 _SAME = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")
@@ -104,7 +96,7 @@ class Accelerated:
         self._tracker.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Logs a table, in TensorBoard as Markdown; the other libraries get none."""
+        """In TensorBoard as Markdown; libraries not named here get none."""
         cells = [[*row] for row in rows]
         match self.name:
             case "wandb" | "clearml":
@@ -135,7 +127,7 @@ class Accelerated:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown within a response is shown as it is."""
+    """Markdown within a response is escaped."""
 
     def line(cells: Sequence[Any]) -> str:
         texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
@@ -145,11 +137,10 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
-    """Returns (project, the library's options).
+    """(project, the library's options).
 
     W&B continues the run of the same id, MLflow of the same tag, Trackio of the same name, which therefore
-    holds the id. TensorBoard hides later steps of earlier attempts. The others begin a run for each
-    attempt.
+    holds the id. TensorBoard hides later steps of earlier attempts. The others begin a run for each attempt.
     """
     unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:
@@ -190,7 +181,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for unknown trackers and missing packages. Imports only the user's own trackers."""
+    """UserError for unknown trackers and missing packages. Imports only the user's own trackers."""
     for name in names:
         if name in NAMES:
             if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
@@ -210,7 +201,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _refuse_without_login() -> None:
-    """Without a key W&B would wait in vain. Where it looks for one differs by version: it is asked itself."""
+    """Without a key W&B would wait in vain. Where it looks for one differs by version."""
     asked = subprocess.run(
         [*this_python(), "-c", "import wandb; wandb.login(verify=False)"],
         stdin=subprocess.DEVNULL,

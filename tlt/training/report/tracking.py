@@ -1,11 +1,10 @@
-"""Tracking: hands a run's figures to its trackers, and never waits for one.
+"""Hands a run's figures to its trackers, and never waits for one.
 
     run   log ─▶ queue, one per tracker ─▶ its thread ─▶ pipe ─▶ its process: begin · log · log · … · finish
                                                ▲                        │
                                                └── done, or why not ────┘
 
-A tracker that cannot begin, hangs or dies is dropped; a failed `log` misses that step. Either is said
-once, and the run goes on: metrics.jsonl has all figures.
+A tracker that cannot begin, hangs or dies is dropped; a failed `log` misses that step. Either is said once.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from tlt.training.report.trackers import Answer, Message, Point, TableOf, Tracke
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
-    """Made once, kept in tracking.json. Raises UserError if it differs from `known`: two runs are mixed.
+    """Made once, kept in tracking.json. UserError if it differs from `known`: two runs are mixed.
 
-    known: from the run's checkpoint or journal.
+    known: from checkpoint or journal.
     say: gets one line if tracking.json cannot be read, and is moved aside.
     """
     path = folder / "tracking.json"
@@ -118,20 +117,16 @@ NO_TRACKING: Final = Tracking()
 def track(
     names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()
 ) -> Tracking:
-    """say: is called from any thread."""
     feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
         feed.start()
     return Tracking(feeds, patience.finish)
 
 
-class _Lost(Exception):
-    """The text says why the tracker is given up."""
+class _Lost(Exception): ...
 
 
 class _Feed(threading.Thread):
-    """The run's side of one tracker."""
-
     def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
         super().__init__(name=f"tlt-tracker-{name}", daemon=True)
         self._tracker, self._run, self._say, self._patience = name, run, say, patience

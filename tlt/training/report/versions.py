@@ -61,7 +61,7 @@ def _of_this_process() -> Record:
 
 
 def _git(*words: str) -> str:
-    """Asks the checkout of this code; an installed package has none."""
+    """An installed package has no checkout."""
     here = ["git", "-C", str(Path(__file__).parents[3]), "--git-dir=.git"]
     try:
         done = subprocess.run([*here, *words], capture_output=True, text=True, check=True)

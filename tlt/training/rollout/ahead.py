@@ -5,7 +5,7 @@ own noise.
                                                                                                │ to all ranks
     step s + 1: its policy draws each token, from drafts that are nearly always right ◀─ references ◀─┘
 
-Tomorrow's noise takes no part in today's update, so nothing is biased: a reference changes the speed alone.
+A reference changes the speed alone: nothing is biased.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class AheadOfPolicy(Ahead):
             self.references.drop(key)
 
     def _is_known(self, request: Request) -> bool:
-        """A finished reference by an earlier policy is nearly as good as a new one."""
+        """An earlier policy's finished reference is nearly as good as a new one."""
         known = self.references.get(request.noise_key)
         return known is not None and known.is_whole
 

@@ -3,8 +3,7 @@
     engine ─▶ take ─▶ a call, one at a time ─▶ workers ─▶ collect ─▶ the turn's tokens ─▶ journal ─▶ engine
                 └─▶ without a call: `respond`, else the response has ended ─▶ `get_reward` ─▶ collect
 
-Tokens in, tokens out: drawn tokens are never encoded again. A turn is written down before it is used, and
-read back after a kill; it is never asked for again.
+Drawn tokens are never encoded again. A turn is written down before it is used, and never asked for again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tlt.training.rollout.protocol import BetweenTurns, Journal
 
 
 class Answering(Protocol):
-    """What makes calls and asks environments: `EnvironmentPool` in processes of its own."""
+    """See `EnvironmentPool`."""
 
     def ask(self, key: ResponseId, ask: Ask) -> None: ...
 
@@ -40,7 +39,7 @@ class Answering(Protocol):
 
 
 class Writer(Protocol):
-    """Turns as tokens and as messages: `TurnWriter`."""
+    """See `TurnWriter`."""
 
     def read(self, turn_ids: Sequence[int]) -> Turn: ...
 
@@ -49,8 +48,12 @@ class Writer(Protocol):
 
 @dataclass
 class Talk:
-    """A response that waits. calls: of its latest turn, still to be made; said: by the environment since that
-    turn; is_ending: only the reward is missing."""
+    """A response that waits.
+
+    calls: of its latest turn, still to be made.
+    said: by the environment since that turn.
+    is_ending: only the reward is missing.
+    """
 
     finished: Finished
     turns: Turns
@@ -66,11 +69,11 @@ class Talk:
 
 class Conversations(BetweenTurns):
     """writer_of: of a response and its problem's data.
-    max_turns: of the policy in a response. window: most tokens of prompt and response.
+    max_turns: of the policy in a response.
+    window: most tokens of prompt and response.
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
-    keeps_states: whether an ended response has its environment's state, for reward functions.
-    keeps_routes: whether responses have the routes of all tokens, so that those of earlier turns are kept.
-    """
+    keeps_states: whether ended responses keep their environment's state, for reward functions.
+    keeps_routes: whether responses have the routes of all tokens, earlier turns' too."""
 
     lets_go_on = True
 
@@ -154,7 +157,6 @@ class Conversations(BetweenTurns):
     # ── one turn ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _advance(self, talk: Talk, ends: bool = False) -> None:
-        """Asks for the next thing that is missing."""
         talk.is_ending = ends
         row, state = self._rows[talk.rollout.problem_id], talk.turns.state
         if ends and not (self.gives_reward or self.keeps_states):
@@ -196,7 +198,7 @@ class Conversations(BetweenTurns):
         )
 
     def _go_on(self, talk: Talk) -> Request | None:
-        """None: there is no room for another turn."""
+        """None: no room for another turn."""
         rollout = talk.rollout
         said = self._writer(rollout).append(rollout.last_turn, talk.said)
         first, end = len(rollout.token_ids), len(rollout.token_ids) + len(said)
@@ -243,7 +245,7 @@ def converse(
     problems: Iterable[Problem],
     requests: Sequence[Request],
 ) -> Iterator[Rollout]:
-    """Yields each response as it ends, without a run's queue and journal."""
+    """Yields each response as it ends, without queue and journal."""
     engine.parks = between_turns.lets_go_on
     between_turns.begin(problems, [requests], Journal())
     engine.add(requests)

@@ -45,8 +45,7 @@ class Ranks:
 @dataclass(frozen=True)
 class RankState:
     """failure: empty: none.
-    is_limited: whether it stopped at MAX_PASSES with idle time left.
-    """
+    is_limited: stopped at MAX_PASSES with idle time left."""
 
     failure: str
     version: int
@@ -157,7 +156,7 @@ class LearnedDrafterTraining(DrafterTraining):
     def _publish_measured(
         self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
     ) -> DrafterCheck:
-        """If no rank trained, the drafter is unchanged, and nothing is read unless acceptance is due."""
+        """Reads nothing if no rank trained and acceptance is not due."""
         is_due = self._num_checks % self.check_every == 0
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")  # differs by rank and by step
         self._num_checks += 1
@@ -182,8 +181,8 @@ class LearnedDrafterTraining(DrafterTraining):
         return to_check(tallies, self.version, training)
 
     def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> tuple[bool, str]:
-        """Publishes the step's training; a failure on any rank undoes it on all. Returns (whether a version
-        was published, `DrafterCheck.training`)."""
+        """A failure on any rank undoes the step's training on all. Returns (whether a version was published,
+        `DrafterCheck.training`)."""
         if self.publisher is None:
             return False, "off"
         version = max(state.version for state in states)

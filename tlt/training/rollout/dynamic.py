@@ -43,7 +43,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ: the group has a gradient."""
+        """The rewards differ: the group has a gradient."""
         return len({reward.value for reward in self.rewards if reward.is_scored}) > 1
 
 
@@ -58,9 +58,8 @@ problems are too easy or too hard, and further ones cost whole rollouts."""
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """num_groups: groups in the update.
-    spare: problems to draw next, in this order.
-    """
+    """num_groups: in the update.
+    spare: problems to draw next, in this order."""
 
     num_groups: int
     num_samples: int
@@ -68,8 +67,8 @@ class DynamicSampling:
     max_resamples: int = MAX_RESAMPLES
 
     def next_requests(self, groups: Sequence[Group], num_rounds: int) -> list[GroupRequest]:
-        """For each missing group a new problem, else the least drawn problem without signal. Empty when the
-        step is complete."""
+        """For each missing group a new problem, else the least drawn one without signal. Empty: the step is
+        complete."""
         num_missing = self.num_groups - sum(group.has_signal for group in groups)
         if num_rounds > self.max_resamples:
             return []
@@ -84,7 +83,7 @@ class DynamicSampling:
         return list(islice(chain(fresh, again), num_missing))
 
     def select(self, groups: Sequence[Group]) -> list[Group]:
-        """One group for each problem: groups with a signal first, then in the order drawn."""
+        """One group for each problem: those with a signal first, then in the order drawn."""
         chosen: dict[str, Group] = {}
         for group in sorted(groups, key=lambda group: not group.has_signal):
             chosen.setdefault(group.problem_id, group)

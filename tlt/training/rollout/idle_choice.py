@@ -1,12 +1,12 @@
-"""The choice among the uses of idle time, by worth: seconds by which a step gets shorter for each second that
-a rank spends on a use.
+"""The choice among the uses of idle time, by worth: seconds by which a step gets shorter for each second
+spent.
 
     worth(ahead) = seconds won / tokens offered to a step · tokens generated ahead / second / ranks at work
                    - cost(ahead)
     worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained
                    - cost(train) - publication seconds / seconds trained
 
-A worthless use is still tried now and then, because its worth may change.
+A worthless use is tried now and then, because its worth may change.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 @dataclass(frozen=True)
 class IdlePlan:
     """rest: share of idle time to rest, which measures the costs.
-    offset: the phase's begin within its first turn of work and rest, as a share of the turn.
-    """
+    offset: the phase's begin within its first turn of work and rest, as a share of the turn."""
 
     order: tuple[IdleUse, ...] = (IdleUse.AHEAD, IdleUse.TRAIN)
     rest: float = 0.0
@@ -57,10 +56,10 @@ class IdlePlan:
 class IdleFacts:
     """Sums over ranks.
 
-    offered_tokens: tokens that earlier phases generated ahead for this step.
+    offered_tokens: generated ahead for this step by earlier phases.
     won_seconds: rank-seconds saved by references (EngineStats); None: no tuner predicts the alternative.
     busy_ranks: rank-seconds at work / rollout_seconds.
-    acceptance_before: the drafter's acceptance without this training; NaN: not measured.
+    acceptance_before: without this training; NaN: not measured.
     """
 
     ahead_tokens: int
@@ -77,8 +76,8 @@ class IdleFacts:
 
     @property
     def training_gain(self) -> float | None:
-        """Seconds won by a second of training; None: not measured. A lower bound: a verification of one
-        drafted token brings 1 + acceptance tokens, and longer drafts gain more."""
+        """Seconds won by a second of training; None: not measured. A lower bound: verifying one drafted token
+        brings 1 + acceptance tokens, and longer drafts gain more."""
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
@@ -92,7 +91,7 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Older phases fade whenever a value is added."""
+    """Older phases fade."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
@@ -112,8 +111,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Worth:
-    """Seconds by which a step gets shorter (gain) and longer (cost) for each second that a rank spends on a
-    use."""
+    """Seconds by which a step gets shorter (gain) and longer (cost) for each second spent."""
 
     gain: float
     cost: float
@@ -127,9 +125,8 @@ class Worth:
 
 class IdleChoice:
     """uses: in the order without comparison.
-    compares: the most valuable use comes first. If not, ranks generate ahead whatever it is worth.
-    has_neighbours: any machine has several ranks, which may slow each other.
-    """
+    compares: the most valuable use comes first; else ranks generate ahead whatever it is worth.
+    has_neighbours: some machine has several ranks, which may slow each other."""
 
     def __init__(self, uses: Sequence[IdleUse], compares: bool, has_neighbours: bool) -> None:
         self.uses, self.compares, self.has_neighbours = tuple(uses), compares, has_neighbours

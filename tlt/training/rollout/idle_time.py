@@ -34,7 +34,7 @@ class IdleWork:
 def build_idle_choice(
     world: World, machine: str, ahead: bool, trains: bool, compares: bool = False
 ) -> IdleChoice:
-    """A collective. machine: this rank's machine."""
+    """A collective."""
     machines = gather_objects(world, machine)
     uses = [use for use, is_there in {IdleUse.AHEAD: ahead, IdleUse.TRAIN: trains}.items() if is_there]
     return IdleChoice(uses, compares, has_neighbours=len(set(machines)) < len(machines))
@@ -62,8 +62,8 @@ class IdleTime:
         )
 
     def spend(self) -> None:
-        """Does the first use of the plan that has something to do, until there is real work; rests if none
-        has. Idle time lasts from the first call until `leave`."""
+        """Does the plan's first use that has something to do, until there is real work; rests if none has.
+        Idle time lasts until `leave`."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
             self.rest()
@@ -74,7 +74,6 @@ class IdleTime:
         self._turn_to(None)
 
     def _do(self, use: IdleUse) -> bool:
-        """Returns whether there was something to do."""
         return self._generate_ahead() if use is IdleUse.AHEAD else self._train()
 
     def _generate_ahead(self) -> bool:
@@ -109,7 +108,6 @@ class IdleTime:
             self.rest()
 
     def _turn_to(self, use: IdleUse | None) -> None:
-        """Ends the current stretch, and begins one of another use."""
         now, last = self.timeline.clock(), self.use
         if last is not None and now > self._since:
             self._seconds += now - self._since
@@ -123,7 +121,7 @@ class IdleTime:
 
 
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
-    """num_offered: tokens that were generated ahead for this phase."""
+    """num_offered: tokens generated ahead for this phase."""
     stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),

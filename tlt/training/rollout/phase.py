@@ -82,9 +82,9 @@ class RolloutPhase:
         dynamic_sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
         """Every rank passes the same arguments and gets the same result. Raises StopRequested on all ranks
-        when one of them was asked to stop.
+        when one was asked to stop.
 
-        dynamic_sampling: replaces groups without a gradient by further ones; None: all groups stay.
+        dynamic_sampling: replaces groups without a gradient; None: all groups stay.
         """
         self._begin(idle_work)
         rounds: list[Round] = []
@@ -108,8 +108,10 @@ class RolloutPhase:
         name: str,
         idle_work: IdleWork = NO_WORK,
     ) -> PhaseResult:
-        """One round of given requests: for each problem at least one, with consecutive sample indices. name:
-        unique among the run's phases."""
+        """One round of given requests: for each problem at least one, with consecutive sample indices.
+
+        name: unique among the run's phases.
+        """
         self._begin(idle_work)
         asked = [
             GroupRequest(problem, group[0].sample_index)
@@ -237,7 +239,7 @@ class RolloutPhase:
     def generate(
         self, work: ReplicaWork, ended: FinishedResponses, idle_time: IdleTime
     ) -> tuple[float, list[TimedStep]]:
-        """Without a collective. Returns (time of the last token, engine steps)."""
+        """No collective. Returns (time of the last token, engine steps)."""
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         looks_for_units = True
@@ -290,7 +292,7 @@ class RolloutPhase:
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Offers help to busy replicas until True, unless responses wait here for their next turn."""
+        """Offers help to busy replicas, unless responses wait here for their next turn."""
         between_turns = self.sinks.between_turns
         if self.should_stop() or between_turns.has_news:
             return True

@@ -55,10 +55,10 @@ class Scorers(Protocol):
         """
 
     def complete(self, group: Sequence[ResponseId]) -> None:
-        """Call it when all responses of a group were submitted; reward functions see them in this order."""
+        """All responses of a group are submitted; reward functions see them in this order."""
 
     def withdraw(self, response_ids: Iterable[ResponseId]) -> None:
-        """Forgets submitted responses: another rank scores them."""
+        """Another rank scores these."""
 
     def collect(self) -> dict[ResponseId, Reward]: ...
 
@@ -71,7 +71,7 @@ class Scorers(Protocol):
 
 @dataclass(frozen=True)
 class Recalled:
-    """An earlier attempt's responses, and the requests that remain."""
+    """An earlier attempt's responses, and the remaining requests."""
 
     requests: Sequence[Sequence[Request]]
     """By unit. Unfinished responses carry their tokens so far."""
@@ -85,18 +85,17 @@ class Recalled:
 
 
 class Journal:
-    """A restarted run does not generate again what the journal holds. This base holds nothing."""
+    """A restarted run does not generate again what it holds. This base holds nothing."""
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
-        """Every rank calls it with the same arguments. phase: unique among the run's phases."""
+        """Every rank passes the same arguments. phase: unique among the run's phases."""
         return Recalled(requests)
 
     def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
-        """Call it after every engine step. at_once: writes every new token now."""
+        """After every engine step. at_once: writes every new token now."""
 
     def note_turn(self, request: Request) -> None:
-        """Writes every new token now, and what the environment said. A result that is written is never
-        asked again."""
+        """Writes every new token and what the environment said. A written result is never asked again."""
 
     def note_finished(self, rollout: Rollout) -> None: ...
 
@@ -107,15 +106,14 @@ class Journal:
 
 class BetweenTurns:
     """Responses between two turns. They have left the engine, whose slots serve others, and come back as
-    requests with what the environment said. This base has no environment: every response is whole."""
+    requests. This base has no environment: every response is whole."""
 
     lets_go_on = False
     """Whether a response that ends at a stop may have further turns."""
 
     def begin(
         self, problems: Iterable[Problem], requests: Iterable[Sequence[Request]], journal: Journal
-    ) -> None:
-        """Of a round."""
+    ) -> None: ...
 
     def take(self, finished: Finished) -> bool:
         """Whether the response waits for its environment; else it has ended."""
@@ -123,12 +121,12 @@ class BetweenTurns:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether responses of this replica are between two turns."""
+        """Responses of this replica are between two turns."""
         return False
 
     @property
     def has_news(self) -> bool:
-        """Whether `collect` would return anything."""
+        """`collect` would return something."""
         return False
 
     def collect(self, timeout: float | None = 0.0) -> tuple[list[Request], list[Finished]]:
@@ -151,26 +149,26 @@ class Sinks:
 
 
 class DrafterTraining:
-    """This base does nothing: for evaluations, and runs without a learned drafter."""
+    """This base does nothing: for evaluations, and without a learned drafter."""
 
     @property
     def version(self) -> int:
         return 0
 
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Prepares for the next phase's prompts, the same on every rank."""
+        """prompts: of the next phase, the same on every rank."""
 
     def begin(self) -> None: ...
 
     @property
     def captures(self) -> bool:
-        """Whether the engine should return the target's features with finished responses."""
+        """The engine returns the target's features with finished responses."""
         return False
 
     def observe(self, finished: Finished) -> None: ...
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Until `should_stop` or until no data is left."""
+        """Until `should_stop`, or no data is left."""
         return DrafterReport()
 
     def publish_and_measure(
@@ -180,7 +178,7 @@ class DrafterTraining:
         drafter.
 
         rollouts: all ranks' responses of the phase.
-        num_tokens: tokens that this rank trained on.
+        num_tokens: that this rank trained on.
         """
         return None
 
@@ -193,15 +191,15 @@ class DrafterTraining:
         return {}
 
     def counters(self) -> dict[str, Any]:
-        """State besides tensors, shared by all ranks."""
+        """State that all ranks share."""
         return {}
 
     def own_counters(self) -> dict[str, Any]:
-        """State besides tensors, of this rank alone."""
+        """State of this rank."""
         return {}
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Call it after the tensors have been filled."""
+        """After the tensors have been filled."""
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None: ...
 
@@ -220,12 +218,12 @@ class Ahead:
     def begin(self, queue: AheadQueue) -> None: ...
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Generates until `should_stop` or until nothing is left. The engine is idle before and after. The
-        caller measures the seconds."""
+        """Until `should_stop`, or nothing is left. The engine is idle before and after. The caller measures
+        the seconds."""
         return AheadReport()
 
     def take_found(self) -> dict[NoiseKey, Found]:
-        """The responses since the last call, for all replicas to keep."""
+        """Responses since the last call, for all replicas to keep."""
         return {}
 
     def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None: ...

@@ -1,4 +1,4 @@
-"""The result of a rollout phase: the responses with their rewards, and where each replica's time went."""
+"""The result of a rollout phase: responses with rewards, and where each replica's time went."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tlt.training.rollout.slowdown import SlowdownSums
 class ReplicaReport:
     """Times are on rank 0's monotonic clock.
 
-    gap_seconds: seconds without work before the last token.
+    gap_seconds: without work before the last token.
     gap_training: drafter training within them.
-    machine: the machine whose clock it reads.
+    machine: whose clock it reads.
     """
 
     start: float
@@ -71,13 +71,13 @@ class ReplicaReport:
         return self.gap_training + min(self.drafter.seconds - self.gap_training, at_the_end)
 
     def preemption_seconds(self, last_token_of_all: float) -> float | None:
-        """From the last token of all to the trainer's return; None: it did not train then."""
+        """From the last token of all to the trainer's return; None: it did not train."""
         at = self.drafter.preempted_at
         return None if at is None or at < last_token_of_all else at - last_token_of_all
 
     def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
-        """Joins two rounds. Idle time at the first one's end, `last_token_of_all`, becomes a gap. `stats`
-        counts on through a phase."""
+        """Joins two rounds. Idle time at the first one's end, `last_token_of_all`, becomes a gap; `stats`
+        counts on."""
         return replace(
             later,
             start=self.start,
@@ -270,7 +270,7 @@ def check_complete(
     brought: Sequence[tuple[Collection[ResponseId], Collection[ResponseId]]],
     where: str,
 ) -> None:
-    """Raises IncompleteBatch unless the ranks have brought each response once, with its reward.
+    """Raises IncompleteBatch unless each response came once, with its reward.
 
     brought: by rank, the ids of (responses, rewards).
     """

@@ -2,8 +2,7 @@
 
     log seconds(step) = level(strategy, batch size, idle ranks) + Σ_use cost(use) · ranks at this use then
 
-Idle ranks rest for short windows between their work. So each level has steps with and without the work, and
-the difference is its cost.
+Idle ranks rest for short windows between their work: each level has steps with and without it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class SlowdownSums:
-    """The sums of one regression; x: shares of the uses, y: log seconds, both about their level's mean."""
+    """x: shares of the uses, y: log seconds, both about their level's mean."""
 
     xx_UU: _Array
     xy_U: _Array
@@ -73,7 +72,7 @@ class Slowdown:
         self.sums = self.sums.plus(sums, math.exp(-sums.num_steps / _MEMORY))
 
     def costs(self) -> dict[IdleUse, Cost]:
-        """Posterior of a linear regression whose prior is a cost of 0."""
+        """Posterior of a linear regression with prior cost 0."""
         s = self.sums
         unexplained = max(s.yy - float(s.xy_U @ np.linalg.solve(s.xx_UU + np.eye(len(USES)), s.xy_U)), 0.0)
         variance = (unexplained + _NOISE_STEPS * _NOISE**2) / (s.num_steps + _NOISE_STEPS)
@@ -95,8 +94,7 @@ class Slowdown:
 
 
 def sums_of(steps: Sequence[TimedStep], neighbours: Sequence[Sequence[IdleStretch]]) -> SlowdownSums:
-    """neighbours: idle stretches, rests included, of each other rank of the same machine, on the same
-    clock."""
+    """neighbours: idle stretches, rests included, of each other rank of the machine, on the same clock."""
     if not steps or not neighbours:
         return SlowdownSums.zero()
     starts_S, ends_S = np.array([s.start for s in steps]), np.array([s.end for s in steps])

@@ -28,7 +28,7 @@ def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int
     """Tokens of each response that can be generated twice in MAX_SHARE of `seconds`.
 
     stats: of an engine that has generated as many responses at a time.
-    speedup: of the previous pair; NaN: none, and FIRST_GUESS stands in, so that a short run has a pair, too.
+    speedup: of the previous pair; NaN: none, and FIRST_GUESS stands in.
     """
     if not stats.sequence_seconds:
         return 0
@@ -41,7 +41,7 @@ def affordable_tokens(stats: EngineStats, seconds: float, speedup: float) -> int
 def pair_requests(
     problems: Sequence[Problem], params: SamplingParams, step: int, num: int, num_tokens: int
 ) -> list[Request]:
-    """Requests with noise that no other response of a run has. step: each begins with other problems."""
+    """With noise that no other response of a run has. step: each begins with other problems."""
     params = replace(params, max_tokens=min(num_tokens, params.max_tokens))
     asked = [(problems[(step * num + i) % len(problems)], i) for i in range(num)]
     return [Request(p.problem_id, i, p.prompt_ids, params, "generate", step) for p, i in asked]
@@ -50,7 +50,7 @@ def pair_requests(
 def measure_pair(
     engine: RolloutBackend, requests: Sequence[Request], drafts_first: bool, clock: Callable[[], float]
 ) -> SpeedupPair:
-    """The engine must be idle; its state is unchanged afterwards."""
+    """The engine must be idle; its state does not change."""
     start, speed, tokens = clock(), {}, {}
     for drafts in (drafts_first, not drafts_first):
         with engine.without_side_effects(drafts) as stats:

@@ -31,9 +31,7 @@ from tlt.training.rollout.work_queue import WorkQueue
 
 class ReplicaWork:
     """num_received: responses that other replicas handed over.
-    gap_seconds, gap_training: seconds without work before the last token, and those of them in which the
-        drafter was trained (`ReplicaReport`).
-    """
+    gap_seconds, gap_training: see `ReplicaReport`."""
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
         self.queue, self.requests = queue, requests
@@ -65,7 +63,7 @@ class ReplicaWork:
             self.queue.finish(unit)
 
     def share(self, engine: RolloutBackend, num_offers: int) -> None:
-        """Hands a helper its share of the responses, if worth the prefill."""
+        """Hands responses to a helper, if worth the prefill."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
         slots = worth_migrating(
             [(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers
@@ -103,7 +101,7 @@ class ReplicaWork:
 
 
 class FinishedResponses:
-    """divided: responses that wait for the rest of their group, which may finish on other ranks."""
+    """divided: responses whose group may finish on other ranks."""
 
     def __init__(
         self,
@@ -127,8 +125,7 @@ class FinishedResponses:
         self.training.observe(finished)
 
     def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
-        """This rank takes whole groups. Where scorers score by group, a group's rewards count only if
-        complete."""
+        """Takes whole groups. Where scorers score by group, a group's rewards count only if complete."""
         rollout_of = {id_of(rollout): rollout for rollout in recalled.rollouts}
         begun = [group for group in self._groups if any(one in rollout_of for one in group)]
         for group in begun[rank::num_ranks]:
@@ -143,10 +140,11 @@ class FinishedResponses:
                     self.training.observe(Finished(rollout))
 
     def settle(self, divided: Sequence[Mapping[ResponseId, Rollout]], rank: int) -> None:
-        """Scores the divided groups, each on the rank with most of its responses: the others' responses are
-        submitted here too, the last of them completes the group, and what is left is scored elsewhere.
+        """Scores each divided group on the rank with most of its responses, which submits the others' here,
+        too.
 
-        divided: by rank."""
+        divided: by rank.
+        """
         holder_of = {response_id: holder for holder, held in enumerate(divided) for response_id in held}
         for group in self._groups:
             holders = Counter(holder_of[one] for one in group if one in holder_of)
@@ -184,7 +182,7 @@ def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> li
     """The slots to hand to one of `num_offers` idle replicas: an equal share of long and short responses. A
     response stays if its prefill would be longer than its rest.
 
-    responses: by slot, (tokens in the cache, tokens that can still be generated).
+    responses: by slot, (tokens in the cache, tokens still to generate).
     """
     if len(responses) < 2:
         return []

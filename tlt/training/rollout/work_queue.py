@@ -6,16 +6,15 @@
 
 The keys of a phase, under its number:
 
-    next      the phase's own units that were asked for; changes by add alone, so first takes never race. A
-              number beyond the last unit means: none left
-    queue     "next/total#replica.serial": units added later; changes by compare_set alone: one linear order
-    open      units added minus units finished; all is done when num_units + open == 0 (absent means 0)
+    next      the phase's own units given out; changes by add alone, so first takes never race
+    queue     "next/total#replica.serial": units added later; changes by compare_set alone
+    open      units added minus units finished; all is done when num_units + open == 0
     help      "R,S#replica.serial": idle replicas that offer help; changes by compare_set alone
-    load/U    number of parts of unit U, which one replica hands over to another; the parts are load/U/0, 1, …
+    load/U    number of parts of unit U, handed over by a replica; the parts are load/U/0, 1, …
     ahead…    see ahead_queue.py
     beat/R    see heartbeats.py
 
-Outside of phases `at/R` holds the phase that replica R is in.
+Outside of phases `at/R` holds replica R's phase.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class WorkQueue:
     """Not safe for threads.
 
     store: a client of its own (`store.clone()`) if other threads may block on theirs.
-    timeout: seconds without a sign of life after which a wait raises `ReplicaTimeout`.
+    timeout: seconds without a sign of life until a wait raises `ReplicaTimeout`.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class WorkQueue:
     # -- the queue -------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one: the phase's own first,
-        then added ones. Empty if none remains now; more may come."""
+        """Up to min(room, ceil(remaining / (2 × replicas))) units, at least one: the phase's own first. Empty
+        if none remains now; more may come."""
         units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
         if units:
             self._held.update(units)
@@ -139,7 +138,7 @@ class WorkQueue:
         return -(-num // (2 * self.num_replicas))
 
     def add_units(self, count: int) -> range:
-        """Add a unit's follow-up work *before* you finish the unit."""
+        """Add follow-up work *before* you finish its unit."""
         self.store.add("open", count)
         while True:
             first, total = self._position()
@@ -156,8 +155,7 @@ class WorkQueue:
         self.store.add("open", -1)
 
     def abandon(self) -> None:
-        """Drops this replica's unfinished units. The phase is never done then, and the next `begin` does not
-        object."""
+        """Drops this replica's unfinished units. The phase is never done then."""
         self._held.clear()
 
     def has_work(self) -> bool:
@@ -168,8 +166,8 @@ class WorkQueue:
         return first < total
 
     def all_done(self) -> bool:
-        """Once true, it stays true. One round trip; once a second it also checks heartbeats. Raises
-        `ReplicaTimeout` for a silent replica."""
+        """Once true, it stays true. One round trip; once a second it checks heartbeats. Raises
+        `ReplicaTimeout`."""
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
@@ -179,8 +177,8 @@ class WorkQueue:
     # -- waiting for work ------------------------------------------------------------------------------------
 
     def has_news(self, offers_help: bool = False) -> bool:
-        """Whether a unit is there, or the phase has ended. Call it every `pause` seconds, which grow. In a
-        crowd some calls return False without a poll."""
+        """A unit is there, or the phase has ended. Call it every `pause` seconds, which grow; in a crowd some
+        calls return False without a poll."""
         now = self._clock()
         if now < self._asks_at:
             return False
@@ -218,13 +216,13 @@ class WorkQueue:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Returns False if another replica has moved the queue first."""
+        """Returns False if another replica was first."""
         self._queue, has_moved = self._compare_set("queue", self._queue, f"{first}/{total}")
         return has_moved
 
     def _compare_set(self, key: str, seen: bytes, value: str) -> tuple[bytes, bool]:
-        """Returns (the value now, whether this replica wrote it). Values name their author: a loser may have
-        wanted an equal one."""
+        """Returns (the value now, whether this replica wrote it). Values name their author: a loser may want
+        an equal one."""
         self._serial += 1
         wanted = f"{value}#{self.replica}.{self._serial}"
         now = self.store.compare_set(key, seen.decode(), wanted)
@@ -241,8 +239,8 @@ class WorkQueue:
     # -- handing work over -----------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
-        """Offers help until this replica takes a unit. Call it again while waiting: another replica may have
-        taken the unit that this offer brought."""
+        """Until this replica takes a unit. Call it again while waiting: another replica may have taken the
+        unit."""
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
@@ -254,8 +252,8 @@ class WorkQueue:
         return len(_offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
-        """Adds a unit for one offer, which any replica may take; `hand_over` must follow at once. None:
-        nobody offers help any more. Call it *before* you finish the unit that the new one is taken from."""
+        """Adds a unit for one offer, which any replica may take; `hand_over` must follow at once. None: no
+        offer is left. Call it *before* you finish the unit that the new one is taken from."""
         if not self._change_help(lambda offers: offers[1:]):
             return None
         (unit,) = self.add_units(1)
@@ -297,7 +295,7 @@ class WorkQueue:
     # -- signs of life ---------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Call it every engine step; it writes once a second."""
+        """Every engine step; it writes once a second."""
         self.heartbeats.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
@@ -313,7 +311,6 @@ def local_work_queue(timeout: float = float("inf")) -> WorkQueue:
 
 
 def connect_work_queue(store: Store, replica: int, num_replicas: int, timeout: float) -> WorkQueue:
-    """Opens a connection that no other thread's wait blocks."""
     if num_replicas == 1:
         return local_work_queue(timeout)
     connection = clone(store)

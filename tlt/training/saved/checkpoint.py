@@ -5,9 +5,8 @@
     run       ── copy ─▶ next step ──────────────────────────────────────────────────────▶ copy ─▶ …
     threads          └▶ each rank: write, hash, flush ─▶ rank 0: manifest ─▶ rename ─▶ remove older
 
-A rank writes its own shards and an equal share of the replicated tensors (shards.py). Only what trains is
-saved, in its trained precision: a drafter's embedding and head are the policy's, frozen tensors come from
-their own folder.
+Only what trains is saved, in its trained precision: a drafter's embedding and head are the policy's, frozen
+tensors come from their own folder.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Checkpoint:
     """One rank's state.
 
     step: updates done.
-    tensors: everything that trains, DTensors if sharded; the same names on every rank.
+    tensors: all that trains, DTensors if sharded; the same names on every rank.
     counters: other state that all ranks share, as JSON.
     own: other state of this rank, as JSON; a thread reads it later, so nobody may change it.
     """
@@ -98,7 +97,7 @@ class _Report:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. All ranks make the same calls, `wait` last.
+    """All ranks make the same calls, `wait` last.
 
     keep: number of checkpoints that stay.
     patience: seconds to wait for another rank.
@@ -122,8 +121,8 @@ class CheckpointWriter:
         self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copies the state and starts to write it; a saved step is skipped. Raises the previous
-        checkpoint's failure."""
+        """Copies the state and begins to write it; a saved step is skipped. Raises the previous checkpoint's
+        failure."""
         self.wait()
         if self.saved.digest and checkpoint.step == self.saved.step:
             return
@@ -136,8 +135,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Ends the checkpoint in flight. Raises UserError, on all ranks, if it failed, nearly always on a
-        full disk."""
+        """Ends the checkpoint in flight. Raises UserError, on all ranks, if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -151,7 +149,7 @@ class CheckpointWriter:
             ) from error
 
     def close(self) -> None:
-        """After an error: gives the checkpoint in flight a moment, then waits for no other rank."""
+        """After an error: waits a moment for the checkpoint in flight, and for no other rank."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
             self._waiting.is_over.set()
@@ -195,7 +193,7 @@ class CheckpointWriter:
 def _write_share(
     folder: Path, parts: Mapping[str, TensorPiece], own: Mapping[str, Any], rank: int
 ) -> _Report:
-    """A failure is reported: no other rank waits for these files."""
+    """A failure is reported, not raised."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{rank:05d}"
@@ -262,7 +260,7 @@ def _await_file(path: Path, expected: FileDigest) -> None:
 
 
 def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
-    """A collective: rank 0 reads. Raises UserError, on all ranks, if the newest checkpoint is damaged."""
+    """A collective. Raises UserError, on all ranks, if the newest checkpoint is damaged."""
 
     def read() -> tuple[str, str] | None:
         if not world.is_leader:

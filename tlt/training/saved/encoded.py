@@ -1,9 +1,7 @@
 """A run's prompts as token ids: encoded once, by the process that starts the run.
 
-    rows, chat format, tokenizer's files and libraries ─▶ key ─┬─ the file's ─▶ its token ids
-                                                               └─ another, or no file ─▶ encoded anew
-
-A rank on a machine that does not share the run's folder encodes for itself.
+rows, chat format, tokenizer's files and libraries ─▶ key ─┬─ the file's ─▶ its token ids
+                                                           └─ another, or no file ─▶ encoded anew
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A run's evaluations: evaluations.jsonl, the best evaluation, and the gain from the first to the last.
 
-An evaluation with an unscored response is incomplete: written, not judged, and repeated by a run that resumes
-there.
+An evaluation with an unscored response is incomplete: written, not judged, and repeated by a resumed run.
 """
 
 from __future__ import annotations
@@ -78,15 +77,14 @@ _EVALUATION = TypeAdapter(Evaluation)
 
 
 def is_judged_by_reward(functions: Sequence[str]) -> bool:
-    """Without the task's own score, rewards.solved_at alone defines "solved", and no response may ever reach
-    it."""
+    """Without the task's own score, rewards.solved_at alone defines "solved", and nothing may reach it."""
     return bool(functions) and OWN_SCORE not in functions
 
 
 class Evaluations:
-    """The same on every rank; the leader writes them to a file.
+    """The same on every rank; the leader writes them.
 
-    first_step: later evaluations are dropped, because the run has resumed from before them.
+    first_step: later evaluations are dropped: the run has resumed from before them.
     broadcast: sends the leader's value to all ranks; None: a single rank.
     """
 
@@ -107,7 +105,7 @@ class Evaluations:
             self._rewrite()
 
     def add(self, evaluation: Evaluation) -> None:
-        """Appends an evaluation, or replaces the one of the same step."""
+        """Replaces an evaluation of the same step."""
         is_again = evaluation.step in (one.step for one in self.all)
         self.all = [*(one for one in self.all if one.step != evaluation.step), evaluation]
         if self.writes and is_again:
@@ -144,7 +142,7 @@ class Evaluations:
         return self.all[-1].seconds if self.all else 0.0
 
     def progress(self) -> Gain | None:
-        """From the first to the last complete evaluation of the same problems; None: fewer than two."""
+        """Between the first and the last complete evaluation of the same problems; None: fewer than two."""
         if not self.complete:
             return None
         last = self.complete[-1]

@@ -3,7 +3,7 @@
     new run        Inputs ─▶ manifest of every checkpoint, header of every journal
     resumed run    Inputs ◀─ compared ─▶ the earlier ones: the same, or one line that says what differs
 
-Reward code may change, because people fix it; the user is told.
+Reward code may change; the user is told.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NAMES = {"train": "training problems", "test": "held-out problems"}
 
 @dataclass(frozen=True)
 class Inputs:
-    """A run's inputs as digests. By default they are unknown, and agree with any."""
+    """As digests. By default they are unknown, and agree with any."""
 
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -146,7 +146,7 @@ NO_INPUTS: Final = Inputs()
 
 
 def find_change(was: Values, config: Config) -> tuple[str, Any, Any] | None:
-    """Returns (section.key, old, new) of the first change that a resumed run may not make."""
+    """(section.key, old, new) of the first change that a resumed run may not make."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             before = was.get(section, {}).get(key, value)
@@ -162,7 +162,7 @@ def _may_change(section: str, key: str, config: Config) -> bool:
 
 
 def special_tokens_of(tokenizer: Tokenizer, params: SamplingParams) -> dict[str, str]:
-    """Ids that end a response, and ids that its text leaves out."""
+    """Ids that end a response, and ids that its text omits."""
     return {"stop ids": str([*params.stop_ids]), "special ids": str(sorted(tokenizer.hidden_ids))}
 
 

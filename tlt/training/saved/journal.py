@@ -7,8 +7,7 @@
     begin(phase)     rank 0 reads the phase's earlier records ─▶ all ranks: fewer and shorter requests
     new checkpoint   begins a new folder; the one before stays, because it may hold responses of later steps
 
-Lost or damaged responses are generated again: the law gives the same tokens. Files survive the death of a
-process, and of a machine as far as its file system had written them.
+Lost or damaged responses are generated again: the law gives the same tokens.
 """
 
 from __future__ import annotations
@@ -59,11 +58,8 @@ _STEPS = 32
 
 
 class FileJournal(Journal):
-    """The journal of one replica.
-
-    saved: returns the latest whole checkpoint.
-    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line.
-    """
+    """saved: returns the latest whole checkpoint.
+    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line."""
 
     def __init__(
         self,
@@ -105,8 +101,8 @@ class FileJournal(Journal):
                 self.note_turn(response.to_request())
 
     def note_turn(self, request: Request) -> None:
-        """Skips a response whose environment has a state, for it is a pickle, and none is read from a file.
-        After a death such a response begins anew."""
+        """Skips a response whose environment has a state: it is a pickle, and none is read from a file. After
+        a death such a response begins anew."""
         if request.turns is not None and request.turns.state:
             return
         response_id = id_of(request)
@@ -132,8 +128,8 @@ class FileJournal(Journal):
         return [b64encode(so_far.routes[first:]).decode()]
 
     def note_finished(self, rollout: Rollout) -> None:
-        """A record with `by_group` counts only once its whole group has rewards: the reward functions get the
-        response's environment, which no file holds, so it cannot be scored again."""
+        """A record with `by_group` counts only once its whole group has rewards: without the environment,
+        which no file holds, it cannot be scored again."""
         prompt = fingerprint(rollout.prompt_ids)
         about = {
             "reason": rollout.finish_reason,
@@ -214,8 +210,8 @@ Location = tuple[Path, int]
 def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Location]]:
-    """Returns phase → locations of its records, as written, in files of this run that follow one of these
-    checkpoints (digests). Other files are removed; `say` gets a line for each, and for damage."""
+    """Phase → locations of its records, in files of this run that follow one of these checkpoints (digests).
+    Other files are removed; `say` gets a line for each, and for damage."""
     phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
@@ -273,8 +269,8 @@ def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecor
 
 
 def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
-    """Returns the best record of every response: with a reward, else finished, else longest. Within a file
-    stretches and reward are joined; a stretch behind a gap is left out."""
+    """The best record of every response: with a reward, else finished, else longest. Within a file stretches
+    and reward are joined; a stretch behind a gap is dropped."""
     known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]
@@ -313,7 +309,7 @@ def _needs_group(record: JournalRecord | None) -> bool:
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecord]) -> Recalled:
-    """Splits requests into responses and work left. A response to another prompt does not count."""
+    """Splits requests into responses and remaining work. A response to another prompt does not count."""
     known = {tuple(record.about["key"]): record for record in records}
     rollouts: list[Rollout] = []
     rewards: dict[ResponseId, Reward] = {}
@@ -357,6 +353,6 @@ def recall(requests: Sequence[Sequence[Request]], records: Iterable[JournalRecor
 
 
 def _turns_of(record: JournalRecord) -> Turns | None:
-    """Without a state, which is a pickle: whoever can write the folder could run code by it."""
+    """Without a state: whoever can write the folder could run code by a pickle."""
     turns = Turns.read(record.about.get("turns"))
     return None if turns is None else replace(turns, state="")

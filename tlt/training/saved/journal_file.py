@@ -3,8 +3,7 @@
     record     bytes of the payload, u32 │ CRC-32 of the payload, u32 │ payload
     payload    a line of JSON │ token ids, int32 │ log-probabilities, float64
 
-A killed process tears at most the last record. A damaged record ends its file: nothing says where the next
-one begins.
+A killed process tears at most the last record. A damaged record ends its file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Facts, as JSON, and a stretch of a response, perhaps empty, in the file's bytes."""
+    """Facts, as JSON, and a stretch of a response, perhaps empty."""
 
     about: Mapping[str, Any]
     tokens: bytes = field(default=b"", repr=False)
@@ -67,7 +66,7 @@ class JournalRecord:
 
 
 def read_record(file: BinaryIO) -> JournalRecord | None:
-    """None: no whole record follows, and the position stays."""
+    """None: no whole record follows; the position stays."""
     start = file.tell()
     frame = file.read(_FRAME.size)
     if len(frame) == _FRAME.size:

@@ -47,19 +47,15 @@ def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
 
 
 def turns_of(rollout: Rollout, turns: Turns, decode: Callable[[Sequence[int]], str]) -> Record:
-    """The fields of Turns but its state, and last_turn: the text of the policy's last turn, which is
-    scored."""
+    """Turns without its state; last_turn: the scored text."""
     told = {name: value for name, value in asdict(turns).items() if name != "state"}
     return {**told, "last_turn": decode(rollout.last_turn)}
 
 
 class KeptResponses:
-    """Writes a run's responses into its folder.
-
-    gib: bound of all files; the latest stays in any case.
+    """gib: bound of all files; the latest stays in any case.
     say: gets one line when files are first removed.
-    in_thought: whether a prompt has opened a thought.
-    """
+    in_thought: whether a prompt has opened a thought."""
 
     def __init__(
         self,
@@ -84,7 +80,7 @@ class KeptResponses:
         return sizes
 
     def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
-        """policy_step: as in the responses' noise key, 0 in evaluations. number: see `path_of`."""
+        """policy_step: of the noise key, 0 in evaluations. number: see `path_of`."""
         path = path_of(self.run, purpose, number)
         path.parent.mkdir(exist_ok=True)
         sizes = self._sizes[purpose]

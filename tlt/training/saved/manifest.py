@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, path: Path) -> Manifest:
-    """Raises UserError unless it is as written, for this folder."""
+    """Raises UserError unless it is whole, and this folder's."""
     try:
         described = json.loads(text)
         body, digest = described["manifest"], described["sha256"]
@@ -132,7 +132,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str:
-    """Faults that a right digest does not exclude; empty: none."""
+    """Faults in spite of a right digest; empty: none."""
     if strange := [name for name in manifest.files if not _FILES.fullmatch(name)]:
         return f"no checkpoint has a file {strange[0]!r}"
     of_ranks = {f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)}
@@ -145,8 +145,7 @@ def _contradiction(manifest: Manifest) -> str:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raises UserError for the first missing or damaged file, or one with other pieces than the manifest
-    says."""
+    """UserError for the first missing or damaged file, or one with other pieces."""
     for name in sorted(names):
         expected = manifest.files.get(name)
         if expected is None:
@@ -185,7 +184,7 @@ def damaged(path: Path, file: str, fault: str) -> UserError:
 
 
 def describe_state(tensors: Mapping[str, tuple[str, tuple[int, ...]]], manifest: Manifest) -> str:
-    """How tensors, name → (dtype, shape), differ from a checkpoint's; empty: they do not."""
+    """How tensors, name → (dtype, shape), differ from a checkpoint's; empty: not at all."""
     stored = {name: (tensor.code, tensor.shape) for name, tensor in manifest.tensors.items()}
     differing = sorted({name for name, _ in stored.items() ^ tensors.items()})
     if not differing:

@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
-    """Leaves log-probabilities out: a drafter's training needs none."""
+    """Omits log-probabilities: a drafter's training needs none."""
     read = _read(path, "--responses", vocab_size=vocab_size, window=window)
     return [
         Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)
@@ -24,8 +24,7 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
-    """References are responses to the same prompts, by problem and sample. Raises UserError if there is
-    none."""
+    """Responses to the same prompts, by problem and sample. Raises UserError if there are none."""
     from tlt.drafter.drafting.retrieval.references import References  # here, since it loads NumPy
 
     asked = {(id_of(request), request.prompt_ids): request for request in requests}
@@ -51,7 +50,7 @@ def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
-    """Returns (prompt, response). Raises UserError for unknown ids, and beyond the model's window."""
+    """(prompt, response). Raises UserError for unknown ids, and beyond the model's window."""
     from tlt.models.hf.tokenizer import check_prompt
 
     ids: list[Ids] = []

@@ -17,8 +17,8 @@ CHECKPOINT_FILES = (MANIFEST, "rank-" + "[0-9]" * 5 + ".json", "rank-" + "[0-9]"
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Keeps the `keep` newest up to this step; leftovers of killed writers go. A newer checkpoint is not
-    this run's and stays; a damaged one is not counted."""
+    """Keeps the `keep` newest up to this step, damaged ones not counted. A newer checkpoint is not this run's
+    and stays."""
     left = keep
     for path in all_checkpoints(folder):
         if path.name > folder_of(folder, step).name:
@@ -32,7 +32,7 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """A checkpoint that was moved away and never replaced comes back."""
+    """A checkpoint that was moved away and not replaced comes back."""
     for leftover in folder.glob(_LEFTOVER):
         match = _REPLACED.fullmatch(leftover.name)
         if match is not None and not (folder / match[1]).exists():
@@ -42,8 +42,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def go_back_to(path: Path) -> list[Path]:
-    """Makes this checkpoint the newest; returns newer ones' new paths. Raises UserError if it is not
-    whole."""
+    """Makes this checkpoint the newest; returns newer ones' new paths. UserError if it is not whole."""
     manifest = read_manifest(path)
     verify_files(path, manifest, manifest.files)
     aside = []
@@ -53,7 +52,7 @@ def go_back_to(path: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Removes a renamed checkpoint. Foreign files stay, under a name that no checkpoint has."""
+    """Removes a renamed checkpoint; foreign files stay."""
     if path.is_dir() and not path.is_symlink() and not remove_own(path, CHECKPOINT_FILES):
         path.rename(_free_name(path.with_name(path.name[1:].partition(".")[0]), "left"))
 

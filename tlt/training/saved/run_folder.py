@@ -56,7 +56,7 @@ JOURNAL_FILES: Final = ("replica-" + "[0-9]" * 5 + ".*",)
 
 
 def claim(folder: Path, inputs: Mapping[str, Path], goes_on: bool) -> None:
-    """Raises UserError where a run would replace or remove foreign files.
+    """UserError where a run would replace or remove foreign files.
 
     inputs: the run's files and folders, by key.
     goes_on: the run has begun there.
@@ -87,7 +87,7 @@ def _overlap(path: Path, place: Path) -> str | None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Spares names left by an attempt that ended before its first step."""
+    """Spares names that an attempt left before its first step."""
     if not folder.is_dir():
         return  # absent, or refused by the lock
     is_attempts = _is_marked(folder) and not _has_left(folder)
@@ -106,7 +106,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """An attempt that ended before a step, an evaluation or a checkpoint has nothing to keep."""
+    """False before a first step, evaluation or checkpoint."""
     return _has_left(folder) and (folder / "config.json").exists()
 
 
@@ -117,7 +117,7 @@ def _has_left(folder: Path) -> bool:
 
 
 def can_go_on(folder: Path) -> bool:
-    """True also after an attempt that left only responses."""
+    """True also with nothing but responses."""
     return has_begun(folder) or _has_journal(folder)
 
 
@@ -130,7 +130,7 @@ def step_folders(folder: Path) -> Iterator[Path]:
 
 
 def forget_journal(folder: Path) -> bool:
-    """Removes no other files. Returns whether there were any."""
+    """Returns whether there were any files."""
     had_any = _has_journal(folder)
     for step in step_folders(folder / "journal"):
         remove_own(step, JOURNAL_FILES)
@@ -139,7 +139,7 @@ def forget_journal(folder: Path) -> bool:
 
 
 def refuse_begun(folder: Path) -> None:
-    """Raises UserError if a run has begun, by its mark or its configuration."""
+    """UserError if a run has begun."""
     if has_begun(folder) and (_is_marked(folder) or _describes_run(folder / "config.json")):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
@@ -155,8 +155,7 @@ def _describes_run(config: Path) -> bool:
 
 
 class FolderLock:
-    """A kernel lock, held until `release` or the end of the process. Makes and marks the folder. Raises
-    UserError."""
+    """A kernel lock, until `release` or the process's end. Makes and marks the folder. Raises UserError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -205,7 +204,7 @@ class FolderLock:
                 os.truncate(path, before)
 
     def check(self) -> None:
-        """Raises UserError if the folder has been removed or replaced."""
+        """UserError if the folder has been removed or replaced."""
         try:
             is_there = os.path.samestat(os.fstat(self._opened), os.stat(self._folder))
         except FileNotFoundError:

@@ -26,7 +26,7 @@ class Begun:
 
 
 def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
-    """None: no run is known. Raises UserError if the checkpoint is damaged.
+    """None: no run is known. UserError if the checkpoint is damaged.
 
     checkpoint: default: the newest.
     """
@@ -44,8 +44,8 @@ def read_begun(folder: Path, checkpoint: Path | None = None) -> Begun | None:
 
 
 def identify_run(folder: Path, config: Config, inputs: Inputs, say: Callable[[str], None]) -> str:
-    """New or resumed. Raises UserError if the run began with other inputs. `say` gets a line for each
-    changed module of reward code."""
+    """New or resumed. UserError if the run began with other inputs. `say` gets a line for each changed module
+    of reward code."""
     if (begun := read_begun(folder)) is None:
         return run_id(folder, say=say)
     inputs.refuse_other(begun.inputs, config, begun.when)

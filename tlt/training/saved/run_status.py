@@ -24,13 +24,12 @@ _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """process: holds the folder's lock; None: none does, or it is on another machine.
+    """process: holds the folder's lock; None: none, or on another machine.
     written_at: Unix time of the latest change of a file.
-    step: updates done, by metrics.jsonl.
+    step: updates done.
     checkpoint: the newest's step.
     has_journal: responses of unfinished steps are kept.
-    failures: (time, cause) of each restart.
-    """
+    failures: (time, cause) of each restart."""
 
     folder: Path
     state: State
@@ -51,7 +50,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Leaves evaluations out. None: unknown, no step left, or not running."""
+        """Without evaluations. None: unknown, no step left, or not running."""
         if self.state != "running" or self.seconds_per_step is None or self.step >= self.num_steps:
             return None
         return (self.num_steps - self.step) * self.seconds_per_step
@@ -143,7 +142,7 @@ def _failures(log: Path) -> list[tuple[str, str]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """True also for a run on another machine, where the file system knows locks (run_folder.py)."""
+    """True also for a run on another machine, where the file system knows locks."""
     try:
         with (folder / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed

@@ -108,8 +108,8 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def split_rows(
     sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
 ) -> dict[str, tuple[int, int]]:
-    """Returns [first, end) rows of tensors given as (rows, bytes): laid end to end, cut into `world_size`
-    equal stretches at the nearest rows."""
+    """[first, end) rows of tensors given as (rows, bytes): laid end to end, cut into `world_size` equal
+    stretches at the nearest rows."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 
@@ -170,8 +170,8 @@ def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
 
 
 def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
-    """Flushes to the disk. An existing file is unlinked, not overwritten: another process may still write
-    to it. Raises OSError."""
+    """Flushes to the disk. An existing file is unlinked, not overwritten: another process may still write to
+    it. Raises OSError."""
     path.unlink(missing_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -187,7 +187,7 @@ def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
 
 
 def write_chunk(file: BinaryIO, chunk: memoryview) -> None:
-    """All bytes of a checkpoint pass here, so that tests can kill the process at any byte."""
+    """A seam for tests, which kill the process at any byte."""
     file.write(chunk)
 
 
@@ -224,8 +224,8 @@ def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Fills this process's part of each tensor in place, a piece at a time. The caller has compared names,
-    shapes, dtypes and digests."""
+    """Fills this process's part of each tensor in place. The caller has compared names, shapes, dtypes and
+    digests."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
         for file_name, offset, shape in stored[name].pieces:

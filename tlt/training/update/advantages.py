@@ -26,7 +26,7 @@ from tlt.training.update.micro_batches import Experience
 def check_batch(
     rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str
 ) -> None:
-    """Raises ValueError, beginning with `where`, unless the batch can be trained on."""
+    """Raises ValueError, beginning with `where`."""
     if not rollouts:
         raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
     if len(rewards) != len(rollouts):

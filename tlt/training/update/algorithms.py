@@ -72,8 +72,7 @@ def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def rewards_to_go(reward: float, penalties_T: Tensor) -> Tensor:
-    """r - Σ_{s ≥ t} penalty_s for each token t: the reward comes after the last token, a KL penalty with
-    every token (REINFORCE++, arXiv 2501.03262, section 3)."""
+    """r - Σ_{s ≥ t} penalty_s for each token t (REINFORCE++, arXiv 2501.03262, section 3)."""
     return reward - penalties_T.flip(0).cumsum(0).flip(0)
 
 
@@ -160,8 +159,7 @@ def kl_estimate(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLE
 
 
 def entropy(logprobs_TV: Tensor) -> Tensor:
-    """H_T = -Σ_v p log p in nats; a token of probability 0 adds nothing. Row by row on a CPU: it stays in the
-    cache and is six times as fast."""
+    """H_T = -Σ_v p log p in nats. Row by row on a CPU: it stays in the cache and is six times as fast."""
     if logprobs_TV.device.type != "cpu" or not len(logprobs_TV):
         entropy_TV: Tensor = torch.special.entr(logprobs_TV.exp())
         return entropy_TV.sum(-1)
@@ -177,13 +175,13 @@ def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
 
 
 def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
-    """Over all micro-batches and ranks of an optimizer step, so that parts add up.
+    """Over all micro-batches and ranks of an optimizer step.
 
-    token      the tokens: all weigh the same (DAPO, arXiv 2503.14476, equation 12)
-    sequence   the responses (GRPO, arXiv 2402.03300, equation 3)
-    constant   the responses × `max_tokens` (Dr. GRPO, arXiv 2503.20783, section 3.2)
+        token      the tokens (DAPO, arXiv 2503.14476, equation 12)
+        sequence   the responses (GRPO, arXiv 2402.03300, equation 3)
+        constant   the responses × `max_tokens` (Dr. GRPO, arXiv 2503.20783, section 3.2)
 
-    lengths: of all responses; 0 for a masked one, which has no tokens in the loss but is a response.
+    lengths: of all responses; 0 for a masked one.
     """
     match aggregation:
         case "token":

@@ -1,4 +1,4 @@
-"""Refuses non-finite updates on all ranks, before anything of them is published or saved."""
+"""Refuses non-finite updates on all ranks, before anything is published or saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGE_REWARD = 1e6
 
 
 class NonFiniteUpdate(UserError):
-    """No restart follows: the update is pure, and would fail again."""
+    """The update is pure: a restart would fail again."""
 
 
 def check_rewards(rewards: Iterable[Reward], step: int) -> float:
@@ -35,7 +35,7 @@ def check_rewards(rewards: Iterable[Reward], step: int) -> float:
 
 
 def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) -> None:
-    """Raises NonFiniteUpdate, before the optimizer spreads the value to the weights."""
+    """Raises NonFiniteUpdate, before the value spreads to the weights."""
     values = {"loss": loss, "gradient norm": grad_norm}
     if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
         raise NonFiniteUpdate(
@@ -47,8 +47,7 @@ def check_loss(loss: float, grad_norm: float, step: int, largest_reward: float) 
 def check_weights(
     trained: Mapping[str, Tensor], step: int, chosen: OptimizerSection, sharded_over: dist.ProcessGroup | None
 ) -> None:
-    """Raises NonFiniteUpdate. sharded_over: the ranks that hold slices; None: every rank holds all
-    weights."""
+    """Raises NonFiniteUpdate. sharded_over: ranks that hold slices; None: every rank holds all weights."""
     parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained.values())
     is_finite_P = torch.stack([is_finite(part.detach()) for part in parts]).int()
     if sharded_over is not None:

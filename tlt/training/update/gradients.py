@@ -28,15 +28,13 @@ class Gradients(Protocol):
 
     @property
     def needs_equal_shares(self) -> bool:
-        """A forward or backward is a collective: all ranks must run equally many."""
+        """A pass is a collective: all ranks must run equally many."""
         ...
 
-    def collect(self) -> AbstractContextManager[None]:
-        """Frees the gradients at the end."""
-        ...
+    def collect(self) -> AbstractContextManager[None]: ...
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """is_last: no other micro-batch follows before `reduce`."""
+        """is_last: of the micro-batches before `reduce`."""
         ...
 
     def reduce(self) -> None: ...
@@ -47,7 +45,6 @@ class Gradients(Protocol):
 
 
 def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool = True) -> Gradients:
-    """reduces_each: see Sharded."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(model, FSDPModule):
         assert group is not None
@@ -95,8 +92,8 @@ class Replicated:
 class Sharded:
     """Every rank holds slices (ranks/sharding.py), and FSDP reduces within the backward pass.
 
-    reduces_each: reduces after every micro-batch: a rank holds whole gradients of one layer at most. Else
-    with the last only: less traffic, and sums in the order of the replicated update.
+    reduces_each: after every micro-batch: a rank holds whole gradients of one layer at most. Else with the
+        last: less traffic, and sums in the order of the replicated update.
     """
 
     needs_equal_shares = True
@@ -123,13 +120,13 @@ class Sharded:
         loss.backward()
 
     def reduce(self) -> None:
-        """Sets missing gradients to 0: the optimizer would skip their parameters."""
+        """The optimizer would skip parameters without a gradient."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norm(self) -> float:
-        """Adds up in float64, parameter by parameter, so that the slicing does not show."""
+        """In float64, parameter by parameter, so that the slicing does not show."""
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in self._local()]
         squares = torch.stack([norm.square() for norm in norms])
         dist.all_reduce(squares, group=self.group)

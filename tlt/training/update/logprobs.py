@@ -35,8 +35,7 @@ def response_logprobs(
     routes: Routes | None = None,
     rows: EqualRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_T, entropy_T) of the response tokens; the entropy carries no gradient. bf16 logits are
-    widened to float32.
+    """(logprobs_T, entropy_T) of the response tokens, at least float32; the entropy carries no gradient.
 
     routes: of a model with experts.
     rows: whose numbers stand for the model's, which then computes derivatives alone.

@@ -4,7 +4,7 @@
                                                                rank 1                    [micro-batch] …
 
 Responses to one prompt are a family: a micro-batch computes their prompt once. Every rank computes the same
-plan, a pure function of lengths and prompts.
+plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        """The policy's own; what an environment said is read, but neither predicted nor learned."""
+        """The policy's own; an environment's are read, but not learned."""
         return len(self.rollout.drawn)
 
     @property
@@ -51,14 +51,14 @@ class Experience:
 
     @property
     def num_own(self) -> int:
-        """Response tokens that the model reads: all but the last, which is only predicted."""
+        """Response tokens that the model reads: all but the last."""
         return len(self.rollout.token_ids) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """All responses with or all without a backward pass; a key, compared by identity. A dummy only keeps step
-    with other ranks: its loss is 0."""
+    """All responses with or all without a backward pass; compared by identity. A dummy only keeps step with
+    other ranks: its loss is 0."""
 
     responses: tuple[Experience, ...]
     is_dummy: bool = False
@@ -69,8 +69,8 @@ class MicroBatch:
 
 
 def sample_zero_advantage(responses: Sequence[Experience], num_tokens: int) -> list[Experience]:
-    """A sample of about `num_tokens` tokens stands for all responses without a gradient; metric weights keep
-    the sums unbiased."""
+    """About `num_tokens` tokens stand for all responses without a gradient; metric weights keep the sums
+    unbiased."""
     without = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_without = sum(responses[i].num_tokens for i in without)
     if num_without <= num_tokens:
@@ -87,8 +87,7 @@ MIN_PROMPT = 1 / 16
 
 
 def families_of(responses: Sequence[Experience]) -> list[list[int]]:
-    """Indices of the responses by prompt. A response whose prompt is too short to share is a family of its
-    own."""
+    """Indices by prompt; a response whose prompt is too short to share is a family."""
     families: dict[object, list[int]] = {}
     for i, r in enumerate(responses):
         shares = r.num_prompt >= MIN_PROMPT * r.num_own
@@ -98,8 +97,7 @@ def families_of(responses: Sequence[Experience]) -> list[list[int]]:
 
 def sequence_cost(length: int, config: ModelConfig) -> float:
     """In tokens of matrix products: T + T² · (cost of attending to one token / cost of one token's
-    projections). Attention counts its full square: on a CPU, SDPA's causal half runs at half the speed of a
-    matrix product."""
+    projections). Attention counts its full square: a CPU's causal half runs at half the speed."""
     c = config
     projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
     return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
@@ -111,7 +109,7 @@ def plan_ranks(
     """Chooses whole families, or halves, quarters and so on of all families, by the smallest largest load.
 
     own: the cost of each item without its prompt.
-    prompts: the cost of each family's prompt, paid by every rank with some of the family.
+    prompts: the cost of each family's prompt, on every rank with some of the family.
     """
     plans = []
     num_parts = 1
@@ -132,8 +130,8 @@ def _deal(
     prompts: Sequence[float],
     num_parts: int,
 ) -> tuple[float, Shares]:
-    """Greedy: the costliest parts first, each to the rank whose load with it is least; ties go to the earlier
-    item and the lower rank. Returns (largest load, items by rank)."""
+    """Greedy: the costliest parts first, each to the rank whose load with it is least. Returns (largest load,
+    items by rank)."""
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))
@@ -154,7 +152,7 @@ def _deal(
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: a micro-batch holds at most `budget` tokens, or one longer sequence."""
+    """First-fit decreasing: at most `budget` tokens, or one longer sequence."""
     room: list[int] = []
     batches: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -209,7 +207,7 @@ def plan_share(
     rank: int,
     fills_up: bool = False,
 ) -> list[MicroBatch]:
-    """fills_up: adds dummies, so that all ranks have equally many with a backward pass, then equally many
+    """fills_up: adds dummies, so that all ranks have equally many with a backward pass, and equally many
     without."""
     shares = plan_shares(responses, config, budget, num_ranks)
     if not fills_up:

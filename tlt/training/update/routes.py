@@ -34,8 +34,7 @@ class Routes:
         starts: Mapping[int, int],
         num_tokens: int,
     ) -> Routing:
-        """starts: place of each response's first token in the flat batch, by index; a family's prompt stands
-        before its first response."""
+        """starts: place of each response's first token in the flat batch, by index."""
         engine = {i: self._of_engine(response) for i, response in enumerate(batch)}
         replayed = {i: rows for i, rows in engine.items() if len(rows) == batch[i].length}
         if not replayed:

@@ -8,8 +8,7 @@ from tlt.base.config.schema import OptimizerSection
 
 
 def learning_rate(config: OptimizerSection, step: int, num_steps: int) -> float:
-    """The rate of `step`, counted from 0: linear warm-up, then constant, or linear or cosine decay to 0 at
-    `num_steps`."""
+    """`step` counts from 0: linear warm-up, then constant, or linear or cosine decay to 0 at `num_steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = min((step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1), 1.0)

@@ -5,11 +5,11 @@
                                                                                         │ forward, backward
                                 AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
-Log-probabilities are recomputed here; the engine's serve only the reported gap and an optional importance
+Log-probabilities are recomputed; the engine's serve only the reported gap and an optional importance
 correction. Neither the order of the rollouts nor the rank that generated them can change a weight.
 
-The loss divisor is known before the first forward, so partial gradients only have to be added up. A minibatch
-without a token in the loss takes no optimizer step: the moments of earlier steps would move the weights.
+The loss divisor is known before the first forward, so partial gradients add up. A minibatch without a token
+in the loss takes no optimizer step: old moments would move the weights.
 
 Axes: T response tokens, of one response after the other
 """
@@ -88,8 +88,8 @@ class PolicyTrainer:
 
     reference: the frozen initial policy, exactly when the KL coefficient is positive; sharded where the model
         is. `BaseOf(model)` where adapters alone are trained.
-    rows: the engine's copy of `model`, whose numbers stand for the model's own; then `reference` is such a
-        copy, too. None: the model's own numbers count.
+    rows: the engine's copy of `model`, whose numbers stand for the model's own; `reference` is such a copy,
+        too. None: the model's own numbers count.
     initial_digest: of the initial weights.
     """
 
@@ -138,8 +138,8 @@ class PolicyTrainer:
         )
 
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
-        """All ranks hold the same weights afterwards. Raises NonFiniteUpdate, before the optimizer's step
-        where possible, and ValueError for an empty batch."""
+        """All ranks hold the same weights afterwards. Raises NonFiniteUpdate, if possible before the
+        optimizer's step, and ValueError for an empty batch."""
         start = time.perf_counter()
         section = self.algorithm_section
         check_batch(rollouts, rewards, section.minibatches, f"policy update of step {step + 1}")
@@ -213,11 +213,10 @@ class PolicyTrainer:
         return {"next_step": self.next_step}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Call it after the tensors have been filled."""
         self.next_step = counters["next_step"]
 
     def _digest_weights(self) -> str:
-        """The digest is the same for whole weights and for slices."""
+        """The same for whole weights and for slices."""
         sums = torch.stack([_bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
@@ -261,8 +260,7 @@ class PolicyTrainer:
         shares: Sequence[Sequence[MicroBatch]],
         routes: Routes | None,
     ) -> dict[MicroBatch, Frozen]:
-        """The micro-batches are the update's: with equal weights the logprobs are equal to the last bit
-        (ratio 1)."""
+        """In the update's micro-batches: with equal weights the logprobs are equal to the last bit."""
         return {batch: self._logprobs(model, batch, routes) for share in shares for batch in share}
 
     def _logprobs(
@@ -360,8 +358,7 @@ class PolicyTrainer:
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers. The sums of a tensor's shards add up to its
-    own."""
+    """Sum (int64, modulo 2⁶⁴) of the numbers' bits as integers; the sums of shards add up."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return local.view(integers).sum(dtype=torch.int64)
