@@ -27,7 +27,7 @@ from tlt.training.build.models import build_models
 from tlt.training.build.policy import master_dtype, reward_spec, saved_dtype
 from tlt.training.build.problems import chat_format, check_same_problems
 from tlt.training.build.run_data import read_run_data
-from tlt.training.build.run_files import Attempt, open_files
+from tlt.training.build.run_files import AttemptStart, open_files
 from tlt.training.launch.signals import STOPPING
 from tlt.training.ranks.sharding import FullTensors, full_tensor
 from tlt.training.ranks.waiting import on_all_ranks, on_leader
@@ -132,9 +132,9 @@ class Run:
         self.models = build_models(config, model, world, self.timeline, self.data.longest_prompt)
         inputs = self.data.inputs(self.models.trainer.initial_digest)
         folder, keep = self.out_dir / "checkpoints", config.run.keep_checkpoints
-        attempt, saved = self._resume(folder, inputs)
-        checkpoints = CheckpointWriter(folder, world, keep, saved=saved)
-        self.step = self.first_step = attempt.step
+        attempt = self._resume(folder, inputs)
+        checkpoints = CheckpointWriter(folder, world, keep, saved=attempt.saved)
+        self.step = self.first_step = attempt.saved.step
         self.unmeasured_seconds = 0.0
         self.speedups: list[float] = []
         self.lengths: dict[str, float] = {}
@@ -160,19 +160,19 @@ class Run:
         engine, timeline = self.models.engine, self.timeline
         self.phase = RolloutPhase(world, engine, queue, sinks, timeline, stop.is_set, show)
 
-    def _resume(self, folder: Path, inputs: Inputs) -> tuple[Attempt, Saved]:
+    def _resume(self, folder: Path, inputs: Inputs) -> AttemptStart:
         world, found = self.world, find_checkpoint(folder, self.world)
         identify = partial(identify_run, self.out_dir, self.config, inputs, self.console.note)
         # the leader reads the files; its mistake is raised on all ranks
         run_id = broadcast_json(world, on_all_ranks(world, lambda: identify() if world.is_leader else ""))
         if found is None:
-            return Attempt(run_id, inputs), Saved()
+            return AttemptStart(run_id, inputs)
         path, manifest = found
         own = load_checkpoint(path, manifest, self.models.tensors(), world)
         self.models.restore(manifest.counters, own)
         self.console.note(f"resumed after {manifest.step} updates from {path}")
-        attempt = Attempt(run_id, inputs, manifest.step, manifest.counters["follows"])
-        return attempt, Saved(manifest.step, manifest.digest)
+        saved = Saved(manifest.step, manifest.digest)
+        return AttemptStart(run_id, inputs, saved, manifest.counters["follows"])
 
     def _track(self) -> Tracking:
         settings, folder = self.config.tracking, self.out_dir

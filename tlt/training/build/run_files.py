@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tlt.base.config.schema import Config
@@ -11,7 +11,7 @@ from tlt.training.build.run_data import RunData
 from tlt.training.ranks.world import World, broadcast_json
 from tlt.training.report.step_record import MetricsWriter
 from tlt.training.report.timeline import Timeline
-from tlt.training.saved.checkpoint import CheckpointWriter
+from tlt.training.saved.checkpoint import CheckpointWriter, Saved
 from tlt.training.saved.evaluations import Evaluations, is_judged_by_reward
 from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.journal import FileJournal
@@ -19,16 +19,16 @@ from tlt.training.saved.kept_responses import KeptResponses, forget_responses
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptStart:
     """Where an attempt at a run begins.
 
-    step: updates done by earlier attempts.
-    follows: digest of the checkpoint before the restored one.
+    saved: the restored checkpoint.
+    follows: digest of the one before.
     """
 
     run: str
     inputs: Inputs
-    step: int = 0
+    saved: Saved = field(default_factory=Saved)
     follows: str = ""
 
 
@@ -36,7 +36,7 @@ class Attempt:
 class RunFiles:
     """metrics: None: not the leader. responses: None: none are kept."""
 
-    attempt: Attempt
+    attempt: AttemptStart
     checkpoints: CheckpointWriter
     journal: FileJournal
     evaluations: Evaluations
@@ -48,12 +48,12 @@ def open_files(
     config: Config,
     world: World,
     data: RunData,
-    attempt: Attempt,
+    attempt: AttemptStart,
     checkpoints: CheckpointWriter,
     timeline: Timeline,
     say: Callable[[str], None],
 ) -> RunFiles:
-    folder, step = config.run.out_dir, attempt.step
+    folder, step = config.run.out_dir, attempt.saved.step
     by_reward = is_judged_by_reward(config.rewards.functions)
     broadcast, path = partial(broadcast_json, world), folder / "evaluations.jsonl"
     evaluations = Evaluations(path, step, world.is_leader, broadcast, by_reward)
