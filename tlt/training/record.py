@@ -1,4 +1,4 @@
-"""Records a step: a line of metrics.jsonl, figures for trackers, a row of the console's table, its spans."""
+"""Records a step: a line of metrics.jsonl, figures for trackers, a row of the console, spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's configuration → its environment: what it adds to the prompts, and what answers in the rollout."""
+"""A run's configuration → its environment: what prompts show of it, and what answers in the rollout."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_turns(
     tokenizer: Tokenizer,
     chat: ChatFormat,
 ) -> None:
-    """UserError if the chat template cannot write the turns of each kind of environment that rows name."""
+    """UserError if the chat template cannot write the turns of an environment that rows name."""
     if section.is_used:
         environments = Environments(environment_spec(section))
         rows = {environments.name_of(row): row for _, row in records}

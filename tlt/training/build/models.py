@@ -36,7 +36,7 @@ from tlt.training.update.update import PolicyTrainer
 
 @dataclass(frozen=True)
 class RunModels:
-    """references: responses that are drafted from; the engine and the loop share them."""
+    """references: responses that are drafted from; engine and loop share them."""
 
     trainer: PolicyTrainer
     engine: RolloutBackend

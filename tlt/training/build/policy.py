@@ -122,7 +122,7 @@ def build_policy(policy: Policy, model: Model, device: torch.device, seed: int =
 def build_sharded_policy(
     policy: Policy, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Policy:
-    """Every rank reads its own slices alone. param_dtype: see `shard`."""
+    """param_dtype: see `shard`."""
     shard(policy, mesh_of(world), param_dtype)
     policy.to_empty(device=world.device)
     policy.initialize_buffers(world.device)

@@ -28,7 +28,8 @@ from tlt.training.saved.inputs import digest_of_problems
 @dataclass(frozen=True)
 class ReadProblems:
     """encoded: token ids of all rows, omitted ones too.
-    notes: for the user, about rows that are omitted or look unintended."""
+    notes: for the user, about rows that are omitted or look unintended.
+    """
 
     problems: list[Problem]
     encoded: Encoded

@@ -33,7 +33,8 @@ class RankAwaited(RuntimeError): ...
 class RankFailure:
     """traceback: empty if the rank left because of another one.
     time: monotonic seconds; the earliest failure usually caused the others.
-    is_awaiting: failed only because another rank did not come."""
+    is_awaiting: failed only because another rank did not come.
+    """
 
     rank: int
     is_user_error: bool
@@ -65,7 +66,7 @@ class RankFailure:
 
 
 def leave(message: str) -> NoReturn:
-    """Ends this process, from any thread, because of another rank."""
+    """Ends this process, from any thread."""
     try:
         failure = RankFailure(int(os.environ["RANK"]), False, message, "", time.monotonic(), is_awaiting=True)
         failure.write(Path(os.environ[REPORTS]))

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, read from the launcher's environment variables.
+"""This process's place among the ranks, from the launcher's environment variables.
 
 torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR ·
                                        MASTER_PORT
@@ -28,7 +28,8 @@ class Place:
     listening: file descriptor of that port, if the launcher opened it.
     has_own_gpu: each rank sees one GPU, its own.
     is_restart: the launcher has started these ranks before.
-    secret: prefix of the ranks' part of the store, unknown to other users; empty: none."""
+    secret: prefix of the ranks' part of the store, unknown to other users; empty: none.
+    """
 
     rank: int
     world_size: int

@@ -5,7 +5,7 @@
        │                       └─ actor on node b: rank 2
        └─ waits for the first that ends; one has died ─▶ ends the others ─▶ next attempt, in a new group
 
-Ray Train is not used: it has its own checkpoints and restarts.
+Ray Train has its own checkpoints and restarts.
 """
 
 from __future__ import annotations

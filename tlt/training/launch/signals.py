@@ -1,10 +1,8 @@
 """How launcher and ranks react to SIGINT, SIGTERM and the death of a rank.
 
-    terminal, kill ──▶ Supervisor, in the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
-                            ▲ sees SharedStop set, and which rank ends first
-    terminal, kill ──▶ a thread of every rank ───────▶ sets SharedStop, which every rank's entry polls
-
-Without this module a rank would die of KeyboardInterrupt in the middle of a step.
+terminal, kill ──▶ Supervisor, in the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
+                        ▲ sees SharedStop set, and which rank ends first
+terminal, kill ──▶ a thread of every rank ───────▶ sets SharedStop, which every rank's entry polls
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
                        ▲                                                  │
                        └────── N + 1, if a rank has said hello anew ◀─────┘
     stop      a signal that a rank has heard, for all
-    later     another hello means that a rank was started again: all others leave, and the attempt is over
+    later     another hello: a rank was started again, so all others leave
 
-torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So a
-random token tells each process from its dead predecessor.
+torchrun keeps one store through all restarts, and machines do not count restarts alike. So a random token
+tells each process from its dead predecessor.
 """
 
 from __future__ import annotations

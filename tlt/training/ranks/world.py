@@ -36,7 +36,8 @@ TIMEOUT_SECONDS = 600.0
 class World:
     """store: this attempt's part of the c10d Store; a HashStore if this process is alone.
     group: None: this process is alone, and no collective communicates.
-    watch: of the threads that end this process if attempt or store is gone; None: no threads."""
+    watch: of the threads that end this process if attempt or store is gone; None: no threads.
+    """
 
     rank: int
     world_size: int

@@ -93,7 +93,8 @@ class Console:
     """enabled: False: nothing is printed.
     num_steps: of the whole run; None: no progress bar.
     log: gets the plain lines, too.
-    stopping: said by the live lines once the user has asked the run to stop."""
+    stopping: said by the live lines once the user has asked the run to stop.
+    """
 
     def __init__(
         self,
@@ -125,7 +126,6 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Printing still works afterwards."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -146,7 +146,7 @@ class Console:
                 self._live.what = outer
 
     def progress(self, progress: PhaseProgress | None) -> None:
-        """Any thread may call it. None: the phase has ended."""
+        """From any thread. None: the phase has ended."""
         if self._live is not None:
             self._live.phase = progress
         now = self._clock()

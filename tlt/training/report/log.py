@@ -16,7 +16,7 @@ LOG = "console.log"
 
 
 def append_to(path: Path) -> TextIO:
-    """A file that cannot be written is said once, on stderr."""
+    """An unwritable file is said once, on stderr."""
     return forgive(cast(TextIO, _Log(path)), str(path))
 
 

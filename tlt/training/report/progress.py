@@ -1,4 +1,4 @@
-"""The progress of a phase: what every replica has generated, and does now."""
+"""The progress of a phase: what replicas have generated, and do now."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class Doing(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """Since the phase began.
-
-    finished: responses, the journal's included.
+    """finished: responses, the journal's included.
     longest: tokens of its longest running response; 0: none runs.
     """
 

@@ -42,7 +42,8 @@ _LONGEST_LINE = 1 << 16
 @dataclass(frozen=True)
 class Epoch:
     """to_rank_0: seconds to rank 0's monotonic clock; exactly 0 on the same machine.
-    to_unix: seconds to rank 0's Unix time."""
+    to_unix: seconds to rank 0's Unix time.
+    """
 
     to_rank_0: float = 0.0
     to_unix: float = 0.0
@@ -106,7 +107,8 @@ class Timeline:
     """path: `flush` appends to it; None: nothing is written.
     epoch: from `shared_epoch`; default: the clock itself is the axis.
     clock: monotonic seconds.
-    say: gets one line if the file cannot be written; nothing is from then on."""
+    say: gets one line if the file cannot be written; nothing is from then on.
+    """
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ from tlt.base.types import UserError
 class TrackedRun:
     """run_id: the same in all attempts at this run.
     config: section → key → value.
-    step: updates done by earlier attempts."""
+    step: updates done by earlier attempts.
+    """
 
     name: str
     project: str
@@ -37,7 +38,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives a run's figures. The run goes on whatever a tracker raises and however long it takes.
+    """Receives a run's figures; the run goes on whatever a tracker raises and however long it takes.
 
     With a method `log_table(step, name, columns, rows)` it also receives the samples of run.show_samples.
     """
@@ -166,7 +167,7 @@ def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
 
 
 def _earlier_in_mlflow(project: str, run_id: str) -> str | None:
-    """An earlier attempt's run would stay RUNNING if that attempt was killed."""
+    """A killed attempt's run would stay RUNNING."""
     found = importlib.import_module("mlflow").search_runs(
         experiment_names=[os.environ.get("MLFLOW_EXPERIMENT_NAME", project)],
         filter_string=f"tags.`{MLFLOW_TAG}` = '{run_id}'",

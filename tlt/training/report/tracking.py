@@ -99,7 +99,7 @@ class Tracking:
             feed.put(TableOf(step, name, columns, rows))
 
     def finish(self) -> None:
-        """Waits until all is delivered or patience ends."""
+        """Until all is delivered or patience ends."""
         deadline = time.monotonic() + self._finish_seconds
         feeds, self._feeds = self._feeds, ()
         for feed in feeds:

@@ -24,7 +24,7 @@ class AheadQueue:
         self._num_read = 0
 
     def take(self, num: int) -> range:
-        """The next `num` numbers, which no other replica gets."""
+        """Numbers that no other replica gets."""
         end = self.store.add("ahead", num)
         return range(end - num, end)
 
@@ -35,7 +35,7 @@ class AheadQueue:
             self.store.set(f"ahead/note/{note}", ",".join(map(str, sorted(new))))
 
     def done(self) -> set[int]:
-        """A note that is still being written is read the next time."""
+        """A note still being written is read the next time."""
         for index in range(self._num_read, self.store.add("ahead/notes", 0)):
             if (note := read_now(self.store, f"ahead/note/{index}")) == ABSENT:
                 break

@@ -73,7 +73,8 @@ class Conversations(BetweenTurns):
     window: most tokens of prompt and response.
     speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
     keeps_states: whether ended responses keep their environment's state, for reward functions.
-    keeps_routes: whether responses have the routes of all tokens, earlier turns' too."""
+    keeps_routes: whether responses have the routes of all tokens, earlier turns' too.
+    """
 
     lets_go_on = True
 

@@ -1,14 +1,12 @@
-"""The learned drafter during a rollout phase: trained on idle replicas, then published and checked.
+"""The learned drafter during a rollout phase: trained on idle replicas, then published and measured.
 
-    begin ─▶ observe responses ─▶ train while idle ─▶ publish and measure ─▶ end     interrupted: abandon
+begin ─▶ observe responses ─▶ train while idle ─▶ publish and measure ─▶ end     interrupted: abandon
 
-            this step's training ── finite on every rank? ── no ─▶ undone: back to the last finite version
-                                            │ yes
-                            published: the ranks' average ─▶ does the engine's copy compute what the trainer's
-                                                             does? ── no ─▶ RuntimeError
-                                                              └─▶ acceptance, every `check_every` steps
-
-A drafter with low acceptance stays in service: the tuner drafts less with it.
+        this step's training ── finite on every rank? ── no ─▶ undone: back to the last finite version
+                                        │ yes
+                        published: the ranks' average ─▶ does the engine's copy compute what the trainer's
+                                                         does? ── no ─▶ RuntimeError
+                                                          └─▶ acceptance, every `check_every` steps
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ class Ranks:
 @dataclass(frozen=True)
 class RankState:
     """failure: empty: none.
-    is_limited: stopped at MAX_PASSES with idle time left."""
+    is_limited: stopped at MAX_PASSES with idle time left.
+    """
 
     failure: str
     version: int

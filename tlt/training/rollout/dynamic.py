@@ -1,5 +1,5 @@
 """Dynamic sampling: replaces groups whose rewards are all equal (DAPO, arXiv 2503.14476, section 3.2,
-equation 11). Pure functions.
+equation 11).
 
     round 0   the step's problems ──────▶ groups ─▶ enough with different rewards?  ─ yes ─▶ update
                                             ▲              │ no
@@ -18,8 +18,6 @@ from tlt.base.types import Problem, Purpose, Request, Reward, Rollout, SamplingP
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Asks for a group of responses, from sample index `first_sample` on."""
-
     problem: Problem
     first_sample: int = 0
 
@@ -31,7 +29,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Group:
-    """Responses and rewards by sample index."""
+    """By sample index."""
 
     request: GroupRequest
     rollouts: tuple[Rollout, ...]
@@ -59,7 +57,8 @@ problems are too easy or too hard, and further ones cost whole rollouts."""
 @dataclass(frozen=True)
 class DynamicSampling:
     """num_groups: in the update.
-    spare: problems to draw next, in this order."""
+    spare: problems to draw next, in this order.
+    """
 
     num_groups: int
     num_samples: int

@@ -39,7 +39,8 @@ _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 @dataclass(frozen=True)
 class IdlePlan:
     """rest: share of idle time to rest, which measures the costs.
-    offset: the phase's begin within its first turn of work and rest, as a share of the turn."""
+    offset: the phase's begin within its first turn of work and rest, as a share of the turn.
+    """
 
     order: tuple[IdleUse, ...] = (IdleUse.AHEAD, IdleUse.TRAIN)
     rest: float = 0.0
@@ -126,7 +127,8 @@ class Worth:
 class IdleChoice:
     """uses: in the order without comparison.
     compares: the most valuable use comes first; else ranks generate ahead whatever it is worth.
-    has_neighbours: some machine has several ranks, which may slow each other."""
+    has_neighbours: some machine has several ranks.
+    """
 
     def __init__(self, uses: Sequence[IdleUse], compares: bool, has_neighbours: bool) -> None:
         self.uses, self.compares, self.has_neighbours = tuple(uses), compares, has_neighbours

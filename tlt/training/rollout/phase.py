@@ -45,7 +45,7 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class Round:
-    """A round of a phase, the same on all ranks. replicas: by rank."""
+    """The same on all ranks. replicas: by rank."""
 
     groups: list[Group]
     replicas: list[ReplicaReport]
@@ -162,7 +162,6 @@ class RolloutPhase:
         name: str,
         idle_work: IdleWork,
     ) -> Round:
-        """requests: by group asked for."""
         recalled = self.sinks.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self.queue.begin(name, len(recalled.requests))
         idle_work.ahead.begin(AheadQueue(self.queue.store))
@@ -279,7 +278,6 @@ class RolloutPhase:
         return last_token, steps
 
     def _keep(self, whole: Sequence[Finished], work: ReplicaWork, ended: FinishedResponses) -> None:
-        """whole: responses without a further turn."""
         for one in whole:
             self.engine.forget(id_of(one.rollout))
             ended.add(one)

@@ -48,7 +48,6 @@ class ReplicaReport:
     machine: str = ""
 
     def shifted(self, seconds: float) -> ReplicaReport:
-        """On a clock that is `seconds` ahead."""
         preempted_at = self.drafter.preempted_at
         return replace(
             self,
@@ -92,7 +91,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """Ordered by (problem id, sample index).
+    """By (problem id, sample index).
 
     check: None: no drafter, or not measured.
     groups: the same responses by problem, in the order drawn.
@@ -250,7 +249,7 @@ def gathered_groups(
     rewards: Sequence[Mapping[ResponseId, Reward]],
     where: str,
 ) -> list[Group]:
-    """requests: by group asked for. rollouts, rewards: by rank. Raises IncompleteBatch."""
+    """rollouts, rewards: by rank. Raises IncompleteBatch."""
     ids = [[id_of(request) for request in group] for group in requests]
     brought = [[*map(id_of, of_rank)] for of_rank in rollouts]
     check_complete([*chain(*ids)], [*zip(brought, rewards, strict=True)], where)

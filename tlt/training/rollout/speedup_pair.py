@@ -1,4 +1,4 @@
-"""Measures the speedup of speculation: the same responses, generated with and without drafts.
+"""The speedup of speculation: the same responses, generated with and without drafts.
 
 with      ▕██████▏                    the same requests, noise and tokens in both; the order alternates
 without   ▕██████████████▏            speedup = their ratio of tokens per second, prefills aside

@@ -1,4 +1,4 @@
-"""Watches a phase on the leader: reads the progress in the replicas' heartbeats once a second."""
+"""Watches a phase on the leader: the progress in the replicas' heartbeats, once a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Show = Callable[[PhaseProgress | None], None]
 def progress_of(
     engine: RolloutBackend, stats: EngineStats, work: ReplicaWork, ended: FinishedResponses, idle: IdleTime
 ) -> ReplicaProgress:
-    """stats: the phase's own; the engine's may belong to generation ahead."""
+    """stats: the phase's own; the engine's may be of generation ahead."""
     if idle.use is not None:
         doing, longest = _DOING[idle.use], 0
     else:

@@ -1,7 +1,5 @@
-"""One replica's work in a phase: its units, and its finished responses.
-
-A unit is what a replica takes from the queue: a group, or responses that another replica hands over.
-"""
+"""One replica's work in a phase: its units, and its finished responses. A unit is a group, or responses that
+another replica hands over."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ from tlt.training.rollout.work_queue import WorkQueue
 
 class ReplicaWork:
     """num_received: responses that other replicas handed over.
-    gap_seconds, gap_training: see `ReplicaReport`."""
+    gap_seconds, gap_training: see `ReplicaReport`.
+    """
 
     def __init__(self, queue: WorkQueue, requests: Sequence[Sequence[Request]]) -> None:
         self.queue, self.requests = queue, requests

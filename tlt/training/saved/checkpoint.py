@@ -79,7 +79,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint; default: the run's beginning."""
+    """Default: the run's beginning."""
 
     step: int = 0
     digest: str = ""
@@ -208,7 +208,6 @@ def _write_share(
 
 
 def commit(new: Path, checkpoint: Checkpoint, reports: Sequence[_Report]) -> Manifest:
-    """Rank 0 calls it."""
     if failure := next((report.failure for report in reports if report.failure), ""):
         raise OSError(failure)
     files = {name: FileDigest(*digest) for report in reports for name, digest in report.files.items()}

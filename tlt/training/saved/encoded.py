@@ -44,7 +44,7 @@ def _header(key: str, lines: str) -> str:
 
 
 def key_of(records: Records, chat: ChatFormat, longest: int | None, model: Path) -> str:
-    """longest: longer prompts are left out. model: folder of the tokenizer."""
+    """longest: longer prompts are omitted. model: folder of the tokenizer."""
     digest = hashlib.sha256()
     for line in _facts(records, chat, longest):
         digest.update(f"{line}\n".encode())

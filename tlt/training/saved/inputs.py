@@ -87,7 +87,8 @@ class Inputs:
         special_tokens: Mapping[str, str] | None = None,
     ) -> Inputs:
         """problems: by split.
-        adapter: folder that the policy starts from."""
+        adapter: folder that the policy starts from.
+        """
         paths = [model / name for name in _MODEL_FILES]
         if adapter is not None:
             paths += [adapter / name for name in _ADAPTER_FILES]
@@ -102,7 +103,7 @@ class Inputs:
         )
 
     def refuse_other(self, was: Inputs, config: Config, when: str) -> None:
-        """Raises UserError. when: the run had its earlier inputs, for the message."""
+        """Raises UserError. when: the run had its earlier inputs."""
         remedy = "or begin a new run in another --run.out_dir"
         if (change := find_change(was.config, config)) is not None:
             key, old, new = change
@@ -167,7 +168,7 @@ def special_tokens_of(tokenizer: Tokenizer, params: SamplingParams) -> dict[str,
 
 
 def digest_of_problems(problems: Sequence[Problem], with_prompts: bool = True) -> str:
-    """A value that JSON does not have counts by its type alone."""
+    """Values that JSON does not have count by type alone."""
     digest = hashlib.sha256()
     for problem in problems:
         data = {key: value for key, value in problem.data.items() if with_prompts or key != "in_thought"}

@@ -59,7 +59,8 @@ _STEPS = 32
 
 class FileJournal(Journal):
     """saved: returns the latest whole checkpoint.
-    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line."""
+    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line.
+    """
 
     def __init__(
         self,

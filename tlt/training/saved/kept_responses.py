@@ -55,7 +55,8 @@ def turns_of(rollout: Rollout, turns: Turns, decode: Callable[[Sequence[int]], s
 class KeptResponses:
     """gib: bound of all files; the latest stays in any case.
     say: gets one line when files are first removed.
-    in_thought: whether a prompt has opened a thought."""
+    in_thought: whether a prompt has opened a thought.
+    """
 
     def __init__(
         self,

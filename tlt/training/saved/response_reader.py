@@ -1,4 +1,4 @@
-"""Reads files of responses (`tlt generate`, run.keep_responses), and checks token ids against a model."""
+"""Reads files of responses (`tlt generate`, run.keep_responses), and checks token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: older ones and leftovers of killed writers go, newer ones step aside."""
+"""Which checkpoints stay: older ones and leftovers go, newer ones step aside."""
 
 from __future__ import annotations
 

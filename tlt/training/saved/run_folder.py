@@ -1,7 +1,7 @@
 """A run's folder: who may write here, its lock, and errors of writing.
 
 claim     before a process starts: the folder is new, empty, a run's, or holds no name that a run writes
-.lock     made by the first attempt; its text marks the folder as a run's
+.lock     made by the first attempt; marks the folder as a run's
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class FolderLock:
 
 
 def explain_os_error(error: OSError, folder: Path) -> UserError | None:
-    """None: not due to the run's folder or the disk."""
+    """None: due to neither folder nor disk."""
     named = Path(error.filename) if isinstance(error.filename, str | Path) else None
     is_inside = named is not None and named.is_relative_to(folder)
     if error.errno == errno.ENOENT and not folder.exists():

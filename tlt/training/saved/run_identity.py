@@ -1,4 +1,4 @@
-"""The identity of the run in a folder: id and inputs, from the newest checkpoint, else from the journal."""
+"""The run in a folder: id and inputs, from the newest checkpoint, else from the journal."""
 
 from __future__ import annotations
 

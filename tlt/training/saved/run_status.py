@@ -1,4 +1,4 @@
-"""Where a run stands, from its files alone, whether it runs, has ended or was killed. Loads no torch."""
+"""Where a run stands, from its files alone. Loads no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class RunStatus:
     step: updates done.
     checkpoint: the newest's step.
     has_journal: responses of unfinished steps are kept.
-    failures: (time, cause) of each restart."""
+    failures: (time, cause) of each restart.
+    """
 
     folder: Path
     state: State

@@ -46,7 +46,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 @dataclass(frozen=True)
 class TensorPiece:
     """shape: of the whole tensor.
-    values: a copy on the CPU."""
+    values: a copy on the CPU.
+    """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -62,7 +63,8 @@ class FileDigest:
 @dataclass(frozen=True)
 class StoredTensor:
     """code: its dtype in safetensors (CODES).
-    pieces: (file, offset, shape) of each."""
+    pieces: (file, offset, shape) of each.
+    """
 
     code: str
     shape: tuple[int, ...]
@@ -149,7 +151,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
-    """The metadata say where each piece belongs. Raises OSError."""
+    """The metadata place each piece. Raises OSError."""
     # the widest dtypes first, so that each tensor is aligned
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1].values.element_size()))
     pieces = json.dumps({name: [part.shape, part.offset] for name, part in ordered.items()})
@@ -198,7 +200,7 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Raises OSError, SafetensorError, ValueError or KeyError for foreign files."""
+    """Raises OSError, SafetensorError, ValueError or KeyError."""
     found: dict[str, StoredTensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:

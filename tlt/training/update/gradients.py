@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Gradients(Protocol):
-    """On every rank: with collect(): backward, backward, …, reduce, norm, scale, step."""
+    """with collect(): backward, backward, …, reduce, norm, scale, step. On every rank."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:

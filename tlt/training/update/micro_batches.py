@@ -21,8 +21,6 @@ from tlt.models.decoder import ModelConfig
 
 @dataclass(frozen=True)
 class Experience:
-    """A response with what the update learns from it."""
-
     rollout: Rollout
     advantages: tuple[float, ...]
     """One for each token of the policy's own (`Rollout.drawn`)."""
@@ -168,7 +166,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def plan_shares(
     responses: Sequence[Experience], config: ModelConfig, budget: int, num_ranks: int
 ) -> list[list[MicroBatch]]:
-    """Responses with a gradient come first. A hybrid's micro-batch is one response."""
+    """Those with a gradient come first. A hybrid's micro-batch is one response."""
     budget = 1 if config.is_hybrid else budget
     responses = [r for r in responses if r.metric_weight]
     families = families_of(responses)

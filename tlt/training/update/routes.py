@@ -1,4 +1,4 @@
-"""Routes of experts in the update: replayed from the engine, counted, and compared.
+"""Routes of experts in the update: replayed from the engine, counted, compared.
 
 Axes: N tokens of a flat batch · R routers · K experts that a token takes · X experts of a layer
 """
@@ -74,7 +74,7 @@ class Routes:
         return rows.view(-1, *self.shape).long()
 
     def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Fields of UpdateMetrics, of all ranks' responses."""
+        """Fields of UpdateMetrics."""
         counts = torch.cat([self.compared, self.loads_RX.flatten()])
         if group is not None:
             dist.all_reduce(counts, group=group)

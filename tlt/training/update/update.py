@@ -236,7 +236,7 @@ class PolicyTrainer:
     def _estimate_kl(
         self, rollouts: Sequence[Rollout], reference: Policy | BaseOf | EqualRows
     ) -> list[Tensor]:
-        """By rollout and token, float64. Every rank computes a share."""
+        """By rollout and token, float64."""
         responses = [Experience(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
         all_kl_T = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
@@ -297,9 +297,7 @@ class PolicyTrainer:
         is_last: bool,
         routes: Routes | None,
     ) -> Totals:
-        """old: None when the policy that sampled is the current one.
-        reference: None where the loss has no KL.
-        """
+        """old: None: the current policy sampled. reference: None: no KL in the loss."""
         section, responses = self.algorithm_section, batch.responses
         lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
