@@ -176,7 +176,7 @@ def margin_of(logits_V: Tensor, request: Request, position: int, pair: tuple[int
     noise_V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[position]]), len(logits_V))[
         0, 0
     ].double()
-    batch = BatchParams([params])
+    batch = BatchParams.of([params])
     scaled_V = batch.scale(logits_V[None, None])[0, 0]
     if params.temperature == 0:
         noise_V = torch.zeros_like(noise_V)

@@ -55,15 +55,15 @@ def compare(num_rows: int, vocab_size: int, seed: int, device: torch.device) -> 
         dtype = DTYPES[(index + seed) % len(DTYPES)]
         logits, keys, positions = rows_of(num_rows, vocab_size, seed + index, dtype)
         params = [one] * num_rows
-        tokens_R, logprobs_R = draw_by_definition(logits, Law(keys, positions, BatchParams(params)))
-        law = Law(keys.to(device), positions.to(device), BatchParams(params, device))
+        tokens_R, logprobs_R = draw_by_definition(logits, Law(keys, positions, BatchParams.of(params)))
+        law = Law(keys.to(device), positions.to(device), BatchParams.of(params, device))
         drawn = fused.draw(logits.to(device), law)
         others_R, their_logprobs_R = drawn[0].cpu(), drawn[1].cpu()
         found["draws"] += num_rows
         found["other_tokens"] += int((tokens_R != others_R).sum())
         if one.temperature == 0 and not torch.equal(tokens_R, others_R):
             found["other_greedy_tokens"] += 1
-        scaled_RV = BatchParams(params).scale(logits[:, None])[:, 0]
+        scaled_RV = BatchParams.of(params).scale(logits[:, None])[:, 0]
         sizes_R = scaled_RV.gather(1, tokens_R[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
         shares_R = (logprobs_R - their_logprobs_R).abs() / (2.0**-17 + 2.0**-22 * sizes_R)
         largest = max(largest, float(shares_R[tokens_R == others_R].max()))
@@ -94,7 +94,7 @@ def time_rows(num_rows: int, vocab_size: int, device: torch.device, num_calls: i
     keys = torch.randint(2**32, (num_rows, 4), device=device)
     positions = torch.randint(2**32, (num_rows,), device=device)
     plain, truncated = (
-        Law(keys, positions, BatchParams([params] * num_rows, device))
+        Law(keys, positions, BatchParams.of([params] * num_rows, device))
         for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.95))
     )
     calls = {

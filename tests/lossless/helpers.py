@@ -65,7 +65,7 @@ def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """The distribution p_n that the law samples from, float64[V]."""
     if params.temperature == 0:
         return torch.nn.functional.one_hot(logits_V.argmax(), logits_V.numel()).double()
-    batch = BatchParams([params], logits_V.device)
+    batch = BatchParams.of([params], logits_V.device)
     scaled = batch.scale(logits_V.double()[None, None])
     kept = truncate(scaled, batch) if batch.truncates else scaled
     return kept[0, 0].softmax(dim=-1)
@@ -262,7 +262,7 @@ def to_transformers(policy: Transformer) -> LlamaForCausalLM:
 def referee(model: LlamaForCausalLM, request: Request) -> tuple[int, ...]:
     """The response by the law alone: one full forward per token, no cache, no batch."""
     tokens = list(request.prompt_ids)
-    params = BatchParams([request.params])
+    params = BatchParams.of([request.params])
     for _ in range(request.params.max_tokens):
         logits_V = model(torch.tensor([tokens])).logits[0, -1]
         noise = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), VOCAB)

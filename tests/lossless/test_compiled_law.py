@@ -70,7 +70,7 @@ def cases(num_rows: int, seed: int, laws: tuple[SamplingParams, ...]) -> Law:
     generator = torch.Generator().manual_seed(seed)
     keys_R4 = torch.randint(2**32, (num_rows, 4), generator=generator)
     positions_R = torch.randint(2**32, (num_rows,), generator=generator)
-    return Law(keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)]))
+    return Law(keys_R4, positions_R, BatchParams.of([laws[row % len(laws)] for row in range(num_rows)]))
 
 
 def disagreement(logits_RV: Tensor, law: Law) -> tuple[int, float]:
@@ -123,7 +123,7 @@ def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Law, list[int]]:
         logits_1V[0, pair] = score - noise_V[pair]
         scores = logits_1V[0] + noise_V
         if pair[0] != pair[1] and scores[pair[0]] == scores[pair[1]]:
-            return logits_1V, Law(keys_14, positions_1, BatchParams([SamplingParams()])), sorted(pair)
+            return logits_1V, Law(keys_14, positions_1, BatchParams.of([SamplingParams()])), sorted(pair)
     raise AssertionError("no tie was found")
 
 
@@ -152,7 +152,7 @@ def test_a_lead_that_float32_could_have_made_up_is_left_to_the_reference(size: f
         logits_V[best] = size
         score = logits_V[best] + noise_V[best]
         logits_V[second] = torch.nextafter(score, torch.tensor(-torch.inf)) - noise_V[second]
-    law = Law(keys_R4, positions_R, BatchParams([SamplingParams()] * num_rows))
+    law = Law(keys_R4, positions_R, BatchParams.of([SamplingParams()] * num_rows))
     assert len(compiled.draw(logits_RV, law)[2]) == num_rows
 
 

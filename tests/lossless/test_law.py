@@ -94,7 +94,7 @@ def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Te
     keys = keys_tensor([Request("law", i, (0,), p).noise_key for i, p in enumerate(params)])
     noise = gumbel_noise(keys, torch.arange(NUM_DRAWS).expand(len(params), -1), VOCAB)
     return sample(
-        torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params)
+        torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams.of(params)
     )[0]
 
 
@@ -125,7 +125,7 @@ def test_the_chi_square_sees_noise_that_is_not_gumbel() -> None:
     generator, logits = torch.Generator().manual_seed(0), torch.tensor(LOGITS).expand(1, NUM_DRAWS, -1)
     uniform = torch.rand(1, NUM_DRAWS, VOCAB, generator=generator)
     for wrong in (uniform, uniform.log(), torch.randn(uniform.shape, generator=generator)):
-        tokens = sample(logits, wrong, BatchParams([SamplingParams()]))[0][0]
+        tokens = sample(logits, wrong, BatchParams.of([SamplingParams()]))[0][0]
         assert fit(tokens, probabilities(LOGITS, SamplingParams())) < ALPHA
 
 
@@ -161,7 +161,7 @@ def test_a_token_that_truncation_removed_is_never_drawn_however_large_its_noise(
     logits_V = torch.tensor(logits, dtype=torch.float64)
     possible = law_probabilities(logits_V, params) > 0
     noise = torch.randn(1, 1, len(logits), generator=torch.Generator().manual_seed(seed)) + 1e6 * ~possible
-    token = sample(logits_V[None, None], noise, BatchParams([params]))[0]
+    token = sample(logits_V[None, None], noise, BatchParams.of([params]))[0]
     assert possible[token.item()]
 
 
@@ -174,7 +174,7 @@ def test_a_tiny_temperature_draws_the_largest_logit_with_certainty(
     logits = torch.tensor([-30.0, 12.0, 0.0, 13.0, -1e4, 12.5], dtype=dtype)[None, None]
     noise = torch.tensor([22.9, 5.0, 0.0, -3.0, 22.9, 0.0])[None, None]
     tokens, logprobs = sample(
-        logits, noise, BatchParams([SamplingParams(temperature=temperature, **truncation)])
+        logits, noise, BatchParams.of([SamplingParams(temperature=temperature, **truncation)])
     )
     assert (tokens.item(), logprobs.item()) == (3, 0.0)
 
@@ -190,7 +190,7 @@ def logits_and_noise(num_positions: int, dtype: torch.dtype = torch.float64) -> 
 
 def test_logprobs_are_those_of_the_scaled_logits_before_truncation() -> None:
     logits, noise = logits_and_noise(50)
-    tokens, logprobs = sample(logits, noise, BatchParams(PARAMS))
+    tokens, logprobs = sample(logits, noise, BatchParams.of(PARAMS))
     for row, params in enumerate(PARAMS):
         scaled = logits[row].numpy() / (params.temperature or 1.0)
         shifted = np.exp(scaled - scaled.max(-1, keepdims=True))
@@ -201,9 +201,9 @@ def test_logprobs_are_those_of_the_scaled_logits_before_truncation() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_mixed_batch_draws_what_each_row_draws_alone_bit_for_bit(dtype: torch.dtype) -> None:
     logits, noise = logits_and_noise(40, dtype)
-    tokens, logprobs = sample(logits, noise, BatchParams(PARAMS))
+    tokens, logprobs = sample(logits, noise, BatchParams.of(PARAMS))
     for row, params in enumerate(PARAMS):
-        alone = sample(logits[row : row + 1], noise[row : row + 1], BatchParams([params]))
+        alone = sample(logits[row : row + 1], noise[row : row + 1], BatchParams.of([params]))
         assert torch.equal(alone[0][0], tokens[row])
         assert torch.equal(alone[1][0], logprobs[row])
 
@@ -213,15 +213,15 @@ def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(
     sequences_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, noise = logits_and_noise(6, torch.float32)
-    expected = sample(logits, noise, BatchParams(PARAMS))
+    expected = sample(logits, noise, BatchParams.of(PARAMS))
     monkeypatch.setattr("tlt.speculation.law.sampling.VALUES_PER_PART", sequences_at_a_time * 6 * VOCAB + 1)
-    for part, whole in zip(sample(logits, noise, BatchParams(PARAMS)), expected, strict=True):
+    for part, whole in zip(sample(logits, noise, BatchParams.of(PARAMS)), expected, strict=True):
         assert torch.equal(part, whole)
 
 
 def test_logits_in_bf16_are_drawn_from_in_float32() -> None:
     logits, noise = logits_and_noise(30, torch.bfloat16)
-    drawn = [sample(values, noise, BatchParams(PARAMS)) for values in (logits, logits.float())]
+    drawn = [sample(values, noise, BatchParams.of(PARAMS)) for values in (logits, logits.float())]
     assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
 
 
@@ -298,7 +298,9 @@ def test_verification_is_the_brute_force_walk_over_the_laws_own_tokens(data: st.
     positions = torch.arange(num_nodes).expand(batch, -1)
     noise = gumbel_noise(keys, positions, vocab)
     law = Law(
-        keys.repeat_interleave(num_nodes, dim=0), positions.flatten(), BatchParams(params).repeat(num_nodes)
+        keys.repeat_interleave(num_nodes, dim=0),
+        positions.flatten(),
+        BatchParams.of(params).repeat(num_nodes),
     )
     verdicts = verify(DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, law)
     for row in range(batch):

@@ -45,7 +45,7 @@ def noise_of(position: int) -> Tensor:
 def law_of(num_nodes: int) -> Law:
     """At positions 1, 2, … of every row."""
     positions_R = torch.arange(1, 1 + num_nodes).repeat(NUM)
-    params = BatchParams([SamplingParams()] * len(positions_R))
+    params = BatchParams.of([SamplingParams()] * len(positions_R))
     return Law(KEYS_B4.repeat_interleave(num_nodes, dim=0), positions_R, params)
 
 

@@ -102,4 +102,4 @@ def test_of_many_tied_scores_the_first_is_drawn(dtype: torch.dtype, num_rows: in
     is_sampled_R1 = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
     scores = (logits_RV.double() + is_sampled_R1 * noise_RV).tolist()
     expected = [row.index(max(row)) for row in scores]
-    assert sample(logits_RV[:, None], noise_RV[:, None], BatchParams(params))[0][:, 0].tolist() == expected
+    assert sample(logits_RV[:, None], noise_RV[:, None], BatchParams.of(params))[0][:, 0].tolist() == expected

@@ -134,6 +134,6 @@ def test_top_p_adds_up_the_mass_in_float64() -> None:
     masses = logits_V.double().softmax(0).tolist()
     for num_kept in (2, 100, 3001):
         top_p = math.fsum(masses[:num_kept]) - 0.5 * masses[num_kept - 1]
-        params = BatchParams([SamplingParams(top_p=top_p)])
+        params = BatchParams.of([SamplingParams(top_p=top_p)])
         kept = truncate(params.scale(logits_V[None, None]), params).isfinite()
         assert int(kept.sum()) == num_kept

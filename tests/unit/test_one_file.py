@@ -86,7 +86,7 @@ def test_it_draws_the_laws_tokens(temperature: float, dtype: torch.dtype) -> Non
     logits_BNV = 4 * torch.randn(40, 9, 61, generator=generator, dtype=dtype)
     logits_BNV[:2] = logits_BNV[:2].round()  # with ties, where nothing is added
     noise_BNV = gumbel_noise(keys_tensor(make_keys(40)), torch.arange(9).expand(40, -1), 61)
-    law_BN, _ = sample(logits_BNV, noise_BNV, BatchParams([SamplingParams(temperature=temperature)] * 40))
+    law_BN, _ = sample(logits_BNV, noise_BNV, BatchParams.of([SamplingParams(temperature=temperature)] * 40))
     assert torch.equal(one_file.draw(logits_BNV, noise_BNV, temperature), law_BN)
 
 

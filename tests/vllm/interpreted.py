@@ -31,7 +31,7 @@ class Rows:
 
     @property
     def law(self) -> Law:
-        return Law(self.keys, self.positions, BatchParams(self.params))
+        return Law(self.keys, self.positions, BatchParams.of(self.params))
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingP
                 torch.zeros(num_rows, vocab_size, dtype=dtype),
                 torch.zeros(num_rows, dtype=torch.int64),
             )
-            fused.draw(logits, Law(keys, positions, BatchParams(params)))
+            fused.draw(logits, Law(keys, positions, BatchParams.of(params)))
             fused.gumbel_noise(keys, positions[:, None], vocab_size)
     return [
         f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}"

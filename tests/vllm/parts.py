@@ -208,7 +208,7 @@ def _by_the_law(request: Request, theirs: Rollout, referee: Referee) -> Rollout:
     logits_TV = torch.cat(list(referee.logits(request.prompt_ids, theirs.token_ids)))
     positions_1T = torch.arange(num_prompt, num_prompt + num_tokens)[None]
     noise_1TV = gumbel_noise(keys_tensor([request.noise_key]), positions_1T, logits_TV.shape[-1])
-    tokens_1T, logprobs_1T = sample(logits_TV[None], noise_1TV, BatchParams([request.params]))
+    tokens_1T, logprobs_1T = sample(logits_TV[None], noise_1TV, BatchParams.of([request.params]))
     tokens, logprobs = tokens_1T[0].tolist(), logprobs_1T[0].tolist()
     stops = [index for index, token in enumerate(tokens) if token in request.params.stop_ids]
     end = stops[0] + 1 if stops else min(request.params.max_tokens, referee.window - num_prompt)

@@ -238,7 +238,7 @@ def test_on_a_gpu_it_draws_as_the_cpu_does(vocab_size: int, params: tuple[Sampli
     """A float64 logarithm may err in its last bit: of noise, one value in a million may be a neighbour of
     the plain law's."""
     rows = make_rows(vocab_size, params)
-    law = Law(rows.keys.cuda(), rows.positions.cuda(), BatchParams(params, "cuda"))
+    law = Law(rows.keys.cuda(), rows.positions.cuda(), BatchParams.of(params, "cuda"))
     tokens_R, logprobs_R = draw(rows.logits.cuda(), law)
     assert_equal(rows, (tokens_R.cpu(), logprobs_R.cpu()))
     noise = gumbel_noise(law.keys_R4, law.positions_R[:, None], vocab_size).cpu()

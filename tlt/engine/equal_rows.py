@@ -43,7 +43,7 @@ class EqualRows:
 
     def __init__(self, target: Target, params: SamplingParams, load: Callable[[], None]) -> None:
         self.target, self.load = target, load
-        self.params = BatchParams([params])
+        self.params = BatchParams.of([params])
 
     @torch.no_grad()
     def forward(self, tokens_N: Tensor, families: Families, every_layer: bool = True) -> Read:

@@ -119,7 +119,7 @@ def context_of(rows: Sequence[Sequence[int]], params: Sequence[SamplingParams] |
     requests = [
         make_request(row[:2], f"p{i}", p) for i, (row, p) in enumerate(zip(rows, params, strict=True))
     ]
-    return DraftContext(rows, requests, BatchParams(params), torch.device("cpu"))
+    return DraftContext(rows, requests, BatchParams.of(params), torch.device("cpu"))
 
 
 class OracleTrees(LearnedDrafter):

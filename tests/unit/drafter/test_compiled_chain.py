@@ -101,7 +101,7 @@ def steps(
         requests = [
             make_request(text[:2], f"p{row}", PARAMS[row]) for text, row in zip(tokens, rows, strict=True)
         ]
-        context = DraftContext(tokens, requests, BatchParams(params), torch.device("cpu"))
+        context = DraftContext(tokens, requests, BatchParams.of(params), torch.device("cpu"))
         law = BatchLaw.of(context.requests, context.device)
         yield context, StepNoise(law, [*lengths], CONFIG.vocab_size)
 

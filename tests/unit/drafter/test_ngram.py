@@ -49,7 +49,7 @@ def propose_whole(
     drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0
 ) -> NgramProposal:
     requests = [request(f"p{i}") for i in range(len(rows))]
-    context = DraftContext(rows, requests, BatchParams([r.params for r in requests]), CPU)
+    context = DraftContext(rows, requests, BatchParams.of([r.params for r in requests]), CPU)
     return drafter.propose(context, strategy, Given(torch.full((len(rows), strategy.depth + 1, 99), noise)))
 
 
@@ -256,7 +256,7 @@ def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
         drafter.admit(0, request("p0"))
         noise.zero_()
         noise[0, 0, favoured] = value
-        context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), CPU)
+        context = DraftContext([tokens], [request("p0")], BatchParams.of([SamplingParams()]), CPU)
         assert drafter.propose(context, CHAIN, Given(noise)).tree.tokens_BN[0, 1] == expected
 
 
@@ -283,7 +283,7 @@ def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int
     drafter = NgramDrafter(1)
     drafter.admit(0, request("p0"))
     said = tuple(token if rng.random() < 0.8 else 0 for token in (9, 10, 11, 12, 5)[: rng.randint(1, 5)])
-    context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), CPU)
+    context = DraftContext([tokens], [request("p0")], BatchParams.of([SamplingParams()]), CPU)
     found = drafter.propose(context, CHAIN, torch.zeros(1, 5, 99))
     before = list(drafter.hits[1])
     drafter.observe(found, [verdict(said, num_accepted=0)])

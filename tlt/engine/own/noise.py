@@ -29,7 +29,7 @@ class BatchLaw:
     @staticmethod
     def of(requests: Sequence[Request], device: torch.device) -> BatchLaw:
         keys = tuple(request.noise_key for request in requests)
-        params = BatchParams([request.params for request in requests], device)
+        params = BatchParams.of([request.params for request in requests], device)
         return BatchLaw(tuple(requests), params, keys, keys_tensor(keys, device))
 
     def of_nodes(self, nodes: TreeLayout, rows: Sequence[int], first: int, end: int) -> Law:
@@ -58,7 +58,7 @@ class StepNoise:
     @cached_property
     def levels(self) -> LevelNoise:
         starts_B = upload(self.starts, self.law.keys_B4.device)
-        return LevelNoise(self.law.keys_B4, starts_B, self.law.params.noise_scale_B11, self.vocab_size)
+        return LevelNoise(Law(self.law.keys_B4, starts_B, self.law.params), self.vocab_size)
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])

@@ -68,7 +68,9 @@ def _compare_with_the_law(
             noise_11V = gumbel_noise(
                 keys_tensor([request.noise_key]), torch.tensor([[position]]), len(logits_V)
             )
-            expected, logprob = sample(logits_V.cpu()[None, None], noise_11V, BatchParams([request.params]))
+            expected, logprob = sample(
+                logits_V.cpu()[None, None], noise_11V, BatchParams.of([request.params])
+            )
             if int(expected) != token or abs(float(logprob) - rollout.logprobs[index]) > 1e-3:
                 raise _drifted(f"position {position} has token {token}, the law's is {int(expected)}")
 

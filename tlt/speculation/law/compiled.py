@@ -55,7 +55,7 @@ _UNCHECKED = REORDERED | {"nnan"}
 def load() -> None:
     """Compiles ahead of the first step: a second or two."""
     key_14, zero_1 = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    draw(torch.zeros(1, 4), Law(key_14, zero_1, BatchParams([SamplingParams()])))
+    draw(torch.zeros(1, 4), Law(key_14, zero_1, BatchParams.of([SamplingParams()])))
     noise_to_rank_with(key_14, zero_1, 4, None)
     noise_of_tokens(key_14, zero_1, zero_1)
 

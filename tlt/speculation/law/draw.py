@@ -70,20 +70,19 @@ def noise_to_rank_with(
 
 @dataclass(frozen=True)
 class LevelNoise:
-    """The law's noise at the levels of drafts. Level l drafts position starts_B + l.
+    """The law's noise at the levels of drafts; 0 for greedy sequences.
 
-    scale_B11: 0 for greedy sequences; None: none is.
+    law: of level 0; level l drafts the l-th position after.
     """
 
-    keys_B4: Tensor
-    starts_B: Tensor
-    scale_B11: Tensor | None
+    law: Law
     vocab_size: int
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
         """As `noise_to_rank_with`."""
-        noise_BV = noise_to_rank_with(self.keys_B4, self.starts_B + level, self.vocab_size, token_ids_V)
-        return noise_BV if self.scale_B11 is None else noise_BV * self.scale_B11[:, 0].float()
+        keys_B4, starts_B, params = self.law
+        noise_BV = noise_to_rank_with(keys_B4, starts_B + level, self.vocab_size, token_ids_V)
+        return noise_BV if params.noise_scale_B11 is None else noise_BV * params.noise_scale_B11[:, 0].float()
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:

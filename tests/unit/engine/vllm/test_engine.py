@@ -187,7 +187,7 @@ def engine_over(link: Any, tuner: Any = None, **options: Any) -> VllmEngine:
 
 
 def by_the_law(request: Request, logits_VV: Tensor = LOGITS_VV) -> tuple[int, ...]:
-    tokens, params = list(request.prompt_ids), BatchParams([request.params])
+    tokens, params = list(request.prompt_ids), BatchParams.of([request.params])
     for _ in range(min(request.params.max_tokens, WINDOW - len(request.prompt_ids))):
         noise_11V = gumbel_noise(keys_tensor([request.noise_key]), torch.tensor([[len(tokens)]]), VOCAB)
         tokens.append(int(sample(logits_VV[tokens[-1]][None, None], noise_11V, params)[0]))

@@ -60,7 +60,7 @@ def one_by_one(
     for logits_V, slot, position in zip(logits_RV, slots, positions, strict=True):
         law, vocab_size = found[slot], logits_RV.shape[-1]
         noise_11V = gumbel_noise(keys_tensor([law.key]), torch.tensor([[position]]), vocab_size)
-        drawn.append(sample(logits_V[None, None], noise_11V, BatchParams([law.params])))
+        drawn.append(sample(logits_V[None, None], noise_11V, BatchParams.of([law.params])))
     return torch.cat([tokens[0] for tokens, _ in drawn]), torch.cat([scores[0] for _, scores in drawn])
 
 
@@ -175,7 +175,7 @@ def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
 
 def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     found = laws(7)
-    params, keys_R4 = BatchParams([law.params for law in found]), keys_tensor([law.key for law in found])
+    params, keys_R4 = BatchParams.of([law.params for law in found]), keys_tensor([law.key for law in found])
     logits_RV = torch.randn(7, VOCAB, dtype=torch.float64)  # float64 is the reference's
     positions_R = torch.arange(7) * 3
     whole = draw(logits_RV, Law(keys_R4, positions_R, params))

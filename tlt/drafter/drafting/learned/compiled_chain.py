@@ -22,7 +22,7 @@ from tlt.drafter.eagle import PackedEagle
 from tlt.models.loops.attention import CompiledAttention, Heads, Places, rows_of_cache
 from tlt.models.loops.layers import CompiledLayers
 from tlt.models.target import Target
-from tlt.speculation.law.draw import LevelNoise
+from tlt.speculation.law.params import Law
 
 
 class Missing(NamedTuple):
@@ -39,14 +39,6 @@ class Missing(NamedTuple):
     history: FeatureHistory
 
 
-class ChainLaw(NamedTuple):
-    """tau: the coupling temperature."""
-
-    noise: LevelNoise
-    inverse_temperature_B11: Tensor | None
-    tau: float
-
-
 class CompiledChain:
     def __init__(self, model: PackedEagle, target: Target, layer: CompiledLayers) -> None:
         self.model, self.target, self.layer = model, target, layer
@@ -56,7 +48,7 @@ class CompiledChain:
         has_panels = self.model.head_panels(self.target) is not None
         return has_panels and embedding_VE.dtype == dtype and embedding_VE.is_contiguous()
 
-    def draft(self, missing: Missing, law: ChainLaw, depth: int) -> tuple[Tensor, Tensor]:
+    def draft(self, missing: Missing, law: Law, tau: float, depth: int) -> tuple[Tensor, Tensor]:
         """Returns tokens [B, depth + 1], roots first, and logits of level 0, [B, draft vocabulary]."""
         counts, history, layer = [len(row) for row in missing.tokens], missing.history, self.layer
         B, N = len(counts), sum(counts)
@@ -97,7 +89,7 @@ class CompiledChain:
             "head_dim": layer.config.head_dim,
             "num_rotary": len(rotary["cos_rows"]),
             "num_draft": self.model.num_proposed,
-            "sharpness": 1 / law.tau,
+            "sharpness": 1 / tau,
         }
         record = loops.record(DRAFT, {**addresses, **fc, **numbers})
         loops.Loop(compiled(self.model.dtype), record, num_threads).run()
@@ -172,11 +164,11 @@ def _attention(
     return reading, CompiledAttention(config, missing.layers, rows, Places(torch.tensor(ends)))
 
 
-def _numbers_of(law: ChainLaw) -> dict[str, Tensor]:
+def _numbers_of(law: Law) -> dict[str, Tensor]:
     possible = {
-        "keys": law.noise.keys_B4,
-        "positions": law.noise.starts_B,
-        "inverse_temperatures": law.inverse_temperature_B11,
-        "noise_scales": law.noise.scale_B11,
+        "keys": law.keys_R4,
+        "positions": law.positions_R,
+        "inverse_temperatures": law.params.inverse_temperature_B11,
+        "noise_scales": law.params.noise_scale_B11,
     }
     return {name: tensor for name, tensor in possible.items() if tensor is not None}

@@ -31,7 +31,7 @@ from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.graphs import padded_length
 from tlt.models.target import Target
 from tlt.speculation.law.draw import LevelNoise
-from tlt.speculation.law.params import BatchParams, scale
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.tree import chain
 
 _MAX_LOG_CHANCE = -1e-4
@@ -224,9 +224,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         depth = self._depth(start.strategy)
         if (drafted := self._replay_chain(start, depth)) is None:
             drafted = self._chain_by_level(
-                start.levels, start.roots_B1, start.noise, start.params.inverse_temperature_B11, depth,
-                start.is_judged,
-            )  # fmt: skip
+                start.levels, start.roots_B1, start.noise, start.params, depth, start.is_judged
+            )
         tokens_BN, *guesses = drafted
         return LearnedProposal(chain(tokens_BN), sent_to_host(guesses[0]) if guesses else None)
 
@@ -235,7 +234,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         levels: Levels,
         roots_B1: Tensor,
         noise: LevelNoise | DraftNoise,
-        inverse_temperature_B11: Tensor | None,
+        params: BatchParams,
         depth: int,
         is_judged: bool,
     ) -> tuple[Tensor, ...]:
@@ -243,7 +242,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         tokens, guesses = [roots_B1], list[Tensor]()
         for level in range(depth):
             logits_B1V = levels.next(tokens[-1], None) if level else levels.first()
-            scaled_B1V = scale(logits_B1V, inverse_temperature_B11)
+            scaled_B1V = params.scale(logits_B1V)
             noise_BV = noise.of_level(level, self.model.token_ids)
             if is_judged and level == 0:
                 guesses = [self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)]
@@ -259,8 +258,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         length = min(padded_length(max(read.num_pairs) + depth), pairs.cache.capacity)
         possible = {
             "hidden_BE": read.hidden_BE, "ends_B": read.ends_B, "offsets_B1": read.offsets_B1,
-            "roots_B1": start.roots_B1, "keys_B4": noise.keys_B4, "starts_B": noise.starts_B,
-            "scale_B11": noise.scale_B11, "inverse_temperature_B11": start.params.inverse_temperature_B11,
+            "roots_B1": start.roots_B1, "keys_B4": noise.law.keys_R4, "starts_B": noise.law.positions_R,
+            "scale_B11": start.params.noise_scale_B11,
+            "inverse_temperature_B11": start.params.inverse_temperature_B11,
         }  # fmt: skip
         is_judged, vocab_size = start.is_judged, noise.vocab_size
 
@@ -275,8 +275,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
             inverse_temperature_B11: Tensor | None = None,
         ) -> tuple[Tensor, ...]:
             own = PairLevels(levels.pairs, CaughtUp([], ends_B, offsets_B1, hidden_BE), length)
-            noise = LevelNoise(keys_B4, starts_B, scale_B11, vocab_size)
-            return self._chain_by_level(own, roots_B1, noise, inverse_temperature_B11, depth, is_judged)
+            params = BatchParams(inverse_temperature_B11, scale_B11)
+            noise = LevelNoise(Law(keys_B4, starts_B, params), vocab_size)
+            return self._chain_by_level(own, roots_B1, noise, params, depth, is_judged)
 
         inputs = {name: tensor for name, tensor in possible.items() if tensor is not None}
         return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)

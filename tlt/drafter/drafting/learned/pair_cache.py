@@ -77,7 +77,7 @@ class PairCache(DraftCache):
     ) -> tuple[Tensor, Tensor] | None:
         if self.chain is None or not self.chain.can_draft():
             return None
-        from tlt.drafter.drafting.learned.compiled_chain import ChainLaw, Missing
+        from tlt.drafter.drafting.learned.compiled_chain import Missing
 
         starts, num_pairs = self._enter(context, depth)
         if max(end - start for start, end in zip(starts, num_pairs, strict=True)) > _CATCH_UP_TOKENS:
@@ -87,8 +87,7 @@ class PairCache(DraftCache):
         begins = [first + start + TOKEN_AHEAD for first, start in zip(firsts, starts, strict=True)]
         tokens = [tokens[begin:] for tokens, begin in zip(context.tokens, begins, strict=True)]
         missing = Missing(tokens, starts, firsts, self.cache.layers, self.history)
-        law = ChainLaw(noise, context.params.inverse_temperature_B11, tau)
-        drafted = self.chain.draft(missing, law, depth)
+        drafted = self.chain.draft(missing, noise.law, tau, depth)
         self.counts[: len(starts)] = num_pairs
         return drafted
 

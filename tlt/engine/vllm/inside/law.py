@@ -121,7 +121,7 @@ class LawTable:
             self._params = None
             self._unwritten.clear()
         if self._params is None:
-            self._params = BatchParams([law.params for law in self.laws], self.device)
+            self._params = BatchParams.of([law.params for law in self.laws], self.device)
 
     @property
     def params(self) -> BatchParams:
