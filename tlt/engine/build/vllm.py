@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,6 @@ def build_vllm(
         if learned is not None and learned.config.method == "dflash" and settings.way == "ipc":
             raise UserError("vllm.transfer: ipc does not bring weights to a dflash drafter; give host")
         link = Link(settings)
-    drafting = DraftingParts()
-    if learned is not None and isinstance(model, Model):
-        packed = pack_drafter(learned.config, learned.tensors, asked.dtype, link.device)
-        served = VllmDrafter(packed, learned, link.weights.load_drafter, _head_name(model.config))
-        # trained or measured, which needs a copy of the policy in our layout
-        drafting = DraftingParts(None, served, new_target(model.config, asked.dtype, link.device))
     tuner = make_tuner(
         asked.speculation,
         kinds or ("ngram",),
@@ -85,11 +78,17 @@ def build_vllm(
         max_depth=settings.max_depth,
         trees=False,
     )
+    drafting = DraftingParts(tuner)
+    if learned is not None and isinstance(model, Model):
+        packed = pack_drafter(learned.config, learned.tensors, asked.dtype, link.device)
+        served = VllmDrafter(packed, learned, link.weights.load_drafter, _head_name(model.config))
+        # trained or measured, which needs a copy of the policy in our layout
+        drafting = DraftingParts(tuner, served, new_target(model.config, asked.dtype, link.device))
     engine = VllmEngine(
         link,
         max_batch_size=asked.max_batch_size,
         window=settings.window,
-        drafting=replace(drafting, tuner=tuner),
+        drafting=drafting,
         to_checkpoint=conversion_of(model.config).to_checkpoint if isinstance(model, Model) else dict,
         on_span=on_span,
         decode=model.decode,
