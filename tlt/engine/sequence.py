@@ -147,9 +147,8 @@ class Sequence:
     def _says_stop(self, decode: Decode, end: int, num: int = 1) -> bool:
         """Whether one of the `num` tokens before `end` completes a stop text.
 
-        The cost does not grow with the response: a stop text of n bytes lies within n tokens of at least a
-        byte. Special tokens may decode to nothing, so the reach doubles until n letters precede the new
-        tokens'.
+        A stop text of n bytes lies within n tokens of at least a byte. Special tokens may decode to nothing,
+        so the reach doubles until n letters precede the new tokens'.
         """
         if not (stop := self.request.params.stop):
             return False

@@ -1,4 +1,4 @@
-"""Builds an engine from a model, a drafter and settings.
+"""Builds an engine.
 
 Model ────────────────────────────────┐
 drafter/ ── load_stored_drafter ──────┼── build_backend ──▶ our engine or vLLM, with policy, tuner, drafter

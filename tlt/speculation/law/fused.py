@@ -8,8 +8,7 @@
 in the last bit, which changes the float32 noise of one word in millions: by a unit or, near noise 0, by 2⁻⁵¹
 (benchmarks/results/law-kernel.md). An fma is forbidden: it rounds once where the law rounds twice.
 
-Log-probabilities sum in another order; in float32 they differ by at most 2⁻¹⁷ + 2⁻²² (|scaled logit| +
-|logsumexp|).
+Log-probabilities differ from sampling.py's as those of compiled.py.
 """
 
 import torch

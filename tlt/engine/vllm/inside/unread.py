@@ -3,9 +3,8 @@
     no drafts     hidden states ─▶ kept, by slot and position                 the drafter does not run
     drafts again  kept ─▶ a pass of the drafter over all that it has not read ─▶ vLLM's own proposal
 
-An EAGLE drafter has keys and values of its own, which vLLM keeps complete by running it in every step.
-Here it skips steps without drafts, but reads prompts at once: their hidden states are many, and requests
-share their blocks.
+vLLM runs an EAGLE drafter in every step, so that its keys and values are complete. Here it skips steps
+without drafts, but reads prompts at once: they are long, and requests share their blocks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Our methods of vLLM's workers, called on every tensor-parallel rank: weight updates and captured
-features.
+"""Our methods of vLLM's workers, called on every rank: weight updates and captured features.
 
     begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
 
-A part comes in one of three ways (transfer.py): a dictionary in this process; the path of a safetensors
-file in shared memory, of which each rank takes its slices; or this GPU's memory, by vLLM's own weight
-transfer.
+A part comes in one of transfer.py's three ways. Of a file each rank takes its slices.
 """
 
 from __future__ import annotations
