@@ -171,7 +171,7 @@ class LiveRollouts:
         same weights give the same tokens.
 
         step: updates of the policy so far.
-        states: each prompt's environment before the first turn (`Turns.state`); empty: none has any.
+        states: each prompt's environment before the first turn (`Turns.state`); empty: none.
         Raises UserError, on all ranks, for a prompt that the model cannot read.
         """
         told = gather_objects(self.world, ([plain(prompt) for prompt in prompts], [*states]))

@@ -65,11 +65,11 @@ class Run:
         files     where it writes        build/run_files.py
 
     step: updates done, `first_step` of them by earlier attempts.
-    unmeasured_seconds: of rollouts since the last measurement of the speedup.
+    unmeasured_seconds: of rollouts since the speedup was measured.
     lengths: mean length of each problem's latest responses, in tokens.
 
     queue: shared by several runs in one process group; None: the run's own.
-    prints: whether the leader prints, and hands figures to trackers.
+    prints: the leader prints, and hands figures to trackers.
     """
 
     def __init__(

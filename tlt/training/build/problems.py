@@ -124,7 +124,7 @@ def _row_of(problem: Problem) -> Hashable:
 
 
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
-    """Raises UserError on all ranks if machines hold different files under one name."""
+    """UserError on all ranks if machines hold different files under one name."""
     digests = [digest_of_problems(problems) for problems in splits]
     mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
     refuse_together(world, None if broadcast_json(world, digests) == digests else mistake)

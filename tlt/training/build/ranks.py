@@ -60,7 +60,7 @@ def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> 
 
     machine: bytes of memory; caches take their share (engine/memory.py).
     each: bytes that a rank always holds.
-    num_problems: of a step; a rank begins with whole problems.
+    num_problems: of a step.
     """
     by_memory = int((1 - CPU_SHARE) * machine) // each
     limits = {"the cores": by_cores, "the memory": by_memory, "problems_per_step": num_problems}

@@ -91,8 +91,7 @@ class AttemptFailure:
 def find_cause(
     reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]
 ) -> AttemptFailure:
-    """A user's mistake if any rank reported one, else the report of the ranks that ended first. A killed rank
-    has none.
+    """A user's mistake, else the report of a rank that ended first; a killed rank has none.
 
     how: returns how a rank's process ended.
     """

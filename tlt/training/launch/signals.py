@@ -147,8 +147,7 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
 
 
 def listen_as_rank(stop: StopRequest, launcher: int) -> None:
-    """Hears signals and the launcher's death in a thread. Signals stay blocked in the main thread, which may
-    wait in a collective.
+    """Hears signals and the launcher's death in a thread: the main thread may wait in a collective.
 
     launcher: its process id.
     """

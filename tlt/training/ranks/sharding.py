@@ -1,9 +1,9 @@
-"""A policy sharded over the ranks (FSDP2): sharded, filled, and gathered again one tensor at a time.
+"""A policy sharded over the ranks (FSDP2), and gathered again one tensor at a time.
 
     checkpoint ─ fill: this rank's rows ─▶ [slice] [slice] [slice] ─ full tensors, layer by layer ─▶ engine
                                              every layer is gathered for its forward and backward alone
 
-A slice is the rank's part of the rows (dimension 0) of every parameter, as torch.chunk cuts them.
+A slice: this rank's rows (dimension 0) of a parameter, as torch.chunk cuts them.
 """
 
 from __future__ import annotations

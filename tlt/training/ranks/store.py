@@ -43,8 +43,8 @@ def read_now(store: Store, key: str) -> bytes:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """UserError if nobody answers; OSError if the port that Ray's driver found free is taken: the restart
-    takes another."""
+    """UserError if nobody answers; OSError if the port that Ray's driver found is taken: the restart takes
+    another."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(
@@ -67,8 +67,7 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def _listen(place: Place) -> int | None:
-    """The launcher's open port, else a new one on the loopback. None: torch opens one to all networks; the
-    user is told, because the store does not authenticate."""
+    """None: torch opens a port to all networks; the user is told, because the store does not authenticate."""
     if place.listening is not None:
         return place.listening
     if place.master_addr != "localhost" and not place.master_addr.startswith("127."):

@@ -106,7 +106,7 @@ def init_process_group_from_env(
     group_of_one: bool = False,
 ) -> World:
     """Joins the ranks that the environment names (place.py); without any, a world of one without a process
-    group. Objects travel over gloo.
+    group.
 
     group_of_one: gives a lone process a group, which FSDP needs.
     """
@@ -147,8 +147,8 @@ def _device_of(place: Place, device: torch.device) -> torch.device:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
-    """The world of the caller's default process group (accelerate's, say), with a group and a part of the
-    store of its own. A collective."""
+    """The world of the caller's default process group (accelerate's, say), with a group and store of its own.
+    A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(0, 1, 0, device, dist.HashStore(), None)
     group = dist.new_group(backend=_backend(device), timeout=timedelta(seconds=timeout_seconds))
@@ -215,8 +215,7 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
     weight; at 0 nothing changes.
 
     A rank of weight 0 adds nothing, not even its NaNs; a rank with all the weight passes its tensors on bit
-    for bit. They travel as one flat bucket, in float64 if any is, else in float32, and may lie on several
-    devices.
+    for bit. All travel as one bucket, float64 if any is, else float32.
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"

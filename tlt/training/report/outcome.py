@@ -34,7 +34,7 @@ class Outcome:
     left_out: why an evaluation is not in the gain.
     seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations; None: this command has done them all.
-    drafted: size of the last step's draft vocabulary, share of tokens in it; None: the whole vocabulary.
+    drafted: size of the last draft vocabulary, share of tokens in it; None: the whole vocabulary.
     """
 
     gain: Gain | None

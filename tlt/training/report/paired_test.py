@@ -15,11 +15,11 @@ def paired_sign_flip_test(
     num_permutations: int = 100_000,
     seed: int = 0,
 ) -> float:
-    """The p value of the null hypothesis that training changed nothing, from pairs of scores.
+    """One-sided p value of the null hypothesis that training changed nothing, from pairs of scores.
 
-    Under the null each after - before has either sign with equal probability; p is the share of sign patterns
-    with at least the observed mean (one-sided). Exact, over 2^n patterns of n nonzero differences, up to
-    `num_permutations`; else as many random patterns and the observed one (Phipson & Smyth 2010).
+    Under it each after - before has either sign with equal probability; p is the share of sign patterns with
+    at least the observed mean. Exact, over 2^n patterns of n nonzero differences, up to `num_permutations`;
+    else as many random patterns and the observed one (Phipson & Smyth 2010).
     """
     if len(before) != len(after):
         counts = f"{len(before)} scores before and {len(after)} after"

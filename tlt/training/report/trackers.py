@@ -140,8 +140,8 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def tracker_options(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
     """(project, the library's options).
 
-    W&B continues the run of the same id, MLflow of the same tag, Trackio of the same name, which therefore
-    holds the id. TensorBoard hides later steps of earlier attempts. The others begin a run for each attempt.
+    W&B continues the run of the same id, MLflow of the same tag, Trackio of the same name, which holds the
+    id; TensorBoard hides later steps. The others begin a run for each attempt.
     """
     unique, resumed = f"{run.name}-{run.run_id}", {"resume": "allow", "config": dict(run.config)}
     match name:

@@ -4,7 +4,7 @@
                                                ▲                        │
                                                └── done, or why not ────┘
 
-A tracker that cannot begin, hangs or dies is dropped; a failed `log` misses that step. Either is said once.
+A tracker that cannot begin, hangs or dies is dropped; a failed `log` misses that step.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _move_aside(path: Path) -> Path:
 class Patience:
     """Seconds until a tracker is given up.
 
-    answer: to a message; the run goes on meanwhile.
-    finish: of all trackers, at the run's end; the run waits.
+    answer: to a message.
+    finish: of all trackers, at the run's end.
     exit: of a process, once all is delivered.
     """
 

@@ -2,7 +2,7 @@
 
     ahead           number of requests given out, in order from 0; changed by add alone
     ahead/notes     number of notes; changed by add alone
-    ahead/note/I    the I-th note: requests that a replica has done, "3,4,9"; every replica reads it once
+    ahead/note/I    requests that a replica has done, "3,4,9"
 
 It decides time alone: every replica would generate the same tokens.
 """

@@ -71,9 +71,10 @@ class Conversations(BetweenTurns):
     """writer_of: of a response and its problem's data.
     max_turns: of the policy in a response.
     window: most tokens of prompt and response.
-    speaks, gives_reward: whether an environment answers turns without a call, and gives rewards.
-    keeps_states: whether ended responses keep their environment's state, for reward functions.
-    keeps_routes: whether responses have the routes of all tokens, earlier turns' too.
+    speaks: an environment answers turns without a call.
+    gives_reward: an environment gives rewards.
+    keeps_states: ended responses keep their environment's state, for reward functions.
+    keeps_routes: responses keep the routes of all tokens, earlier turns' too.
     """
 
     lets_go_on = True

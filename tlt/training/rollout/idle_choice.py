@@ -78,7 +78,7 @@ class IdleFacts:
     @property
     def training_gain(self) -> float | None:
         """Seconds won by a second of training; None: not measured. A lower bound: verifying one drafted token
-        brings 1 + acceptance tokens, and longer drafts gain more."""
+        brings 1 + acceptance tokens."""
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)

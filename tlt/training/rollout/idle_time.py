@@ -62,8 +62,7 @@ class IdleTime:
         )
 
     def spend(self) -> None:
-        """Does the plan's first use that has something to do, until there is real work; rests if none has.
-        Idle time lasts until `leave`."""
+        """Does the plan's first use that has something to do, until there is real work; else rests."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
             self.rest()

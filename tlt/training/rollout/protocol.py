@@ -105,8 +105,7 @@ class Journal:
 
 
 class BetweenTurns:
-    """Responses between two turns. They have left the engine, whose slots serve others, and come back as
-    requests. This base has no environment: every response is whole."""
+    """Responses between two turns, out of the engine. This base has none: every response is whole."""
 
     lets_go_on = False
     """Whether a response that ends at a stop may have further turns."""
@@ -218,8 +217,7 @@ class Ahead:
     def begin(self, queue: AheadQueue) -> None: ...
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Until `should_stop`, or nothing is left. The engine is idle before and after. The caller measures
-        the seconds."""
+        """Until `should_stop`, or nothing is left. The engine is idle before and after."""
         return AheadReport()
 
     def take_found(self) -> dict[NoiseKey, Found]:

@@ -75,7 +75,7 @@ class ReplicaReport:
         return None if at is None or at < last_token_of_all else at - last_token_of_all
 
     def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
-        """Joins two rounds. Idle time at the first one's end, `last_token_of_all`, becomes a gap; `stats`
+        """Joins two rounds: idle time at the first one's end, `last_token_of_all`, becomes a gap; `stats`
         counts on."""
         return replace(
             later,

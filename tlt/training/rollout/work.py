@@ -178,8 +178,8 @@ class FinishedResponses:
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """The slots to hand to one of `num_offers` idle replicas: an equal share of long and short responses. A
-    response stays if its prefill would be longer than its rest.
+    """The slots to hand to one of `num_offers` idle replicas: an equal share of long and short responses,
+    none whose prefill would be longer than its rest.
 
     responses: by slot, (tokens in the cache, tokens still to generate).
     """

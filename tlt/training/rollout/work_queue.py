@@ -105,8 +105,8 @@ class WorkQueue:
     # -- the queue -------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Up to min(room, ceil(remaining / (2 × replicas))) units, at least one: the phase's own first. Empty
-        if none remains now; more may come."""
+        """Up to min(room, ceil(remaining / (2 × replicas))) units, at least one: the phase's own first.
+        Empty: none now; more may come."""
         units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
         if units:
             self._held.update(units)
@@ -178,7 +178,7 @@ class WorkQueue:
 
     def has_news(self, offers_help: bool = False) -> bool:
         """A unit is there, or the phase has ended. Call it every `pause` seconds, which grow; in a crowd some
-        calls return False without a poll."""
+        calls do not poll."""
         now = self._clock()
         if now < self._asks_at:
             return False
@@ -253,7 +253,7 @@ class WorkQueue:
 
     def accept_help(self) -> int | None:
         """Adds a unit for one offer, which any replica may take; `hand_over` must follow at once. None: no
-        offer is left. Call it *before* you finish the unit that the new one is taken from."""
+        offer is left. Call it *before* you finish the unit it is taken from."""
         if not self._change_help(lambda offers: offers[1:]):
             return None
         (unit,) = self.add_units(1)

@@ -61,12 +61,12 @@ _GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One rank's state.
+    """One rank's state, besides tensors as JSON.
 
     step: updates done.
     tensors: all that trains, DTensors if sharded; the same names on every rank.
-    counters: other state that all ranks share, as JSON.
-    own: other state of this rank, as JSON; a thread reads it later, so nobody may change it.
+    counters: shared by all ranks.
+    own: this rank's; a thread reads it later, so nobody may change it.
     """
 
     step: int

@@ -102,8 +102,7 @@ class FileJournal(Journal):
                 self.note_turn(response.to_request())
 
     def note_turn(self, request: Request) -> None:
-        """Skips a response whose environment has a state: it is a pickle, and none is read from a file. After
-        a death such a response begins anew."""
+        """Skips a response whose environment has a state: it is a pickle, and none is read from a file."""
         if request.turns is not None and request.turns.state:
             return
         response_id = id_of(request)
@@ -212,7 +211,7 @@ def find_phases(
     folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[Location]]:
     """Phase → locations of its records, in files of this run that follow one of these checkpoints (digests).
-    Other files are removed; `say` gets a line for each, and for damage."""
+    Other files are removed; `say` gets a line for each."""
     phases: dict[str, list[Location]] = defaultdict(list)
     for path in _files_in(folder):
         if not path.is_file():
@@ -270,8 +269,8 @@ def read_places(places: Iterable[Location]) -> Iterable[tuple[Path, JournalRecor
 
 
 def choose(records: Iterable[tuple[Path, JournalRecord]]) -> list[JournalRecord]:
-    """The best record of every response: with a reward, else finished, else longest. Within a file stretches
-    and reward are joined; a stretch behind a gap is dropped."""
+    """The best record of every response: with a reward, else finished, else longest. A stretch behind a gap
+    is dropped."""
     known: dict[tuple[Path, str, int], JournalRecord] = {}
     for path, record in records:
         problem_id, sample_index = record.about["key"]

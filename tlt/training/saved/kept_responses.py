@@ -4,8 +4,8 @@
     responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
 
 A line has the fields of `tlt generate` without logprobs, and: purpose and policy_step of the noise's key,
-policy_version, reward (null: it could not be scored), is_solved; if there are any, reward_parts,
-reward_error, in_thought, drafts (DraftOutcome's fields) and turns (`turns_of`).
+policy_version, reward (null: not scored), is_solved; if there are any, reward_parts, reward_error,
+in_thought, drafts (DraftOutcome's fields) and turns (`turns_of`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ CHECKPOINT_FILES = (MANIFEST, "rank-" + "[0-9]" * 5 + ".json", "rank-" + "[0-9]"
 
 
 def remove_older(folder: Path, step: int, keep: int) -> None:
-    """Keeps the `keep` newest up to this step, damaged ones not counted. A newer checkpoint is not this run's
-    and stays."""
+    """Keeps the `keep` newest whole ones up to this step. A newer checkpoint is not this run's and stays."""
     left = keep
     for path in all_checkpoints(folder):
         if path.name > folder_of(folder, step).name:

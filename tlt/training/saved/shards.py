@@ -1,10 +1,10 @@
 """Tensors of all ranks as safetensors files, each written by one rank and read in slices by any number.
 
-rank 0   ▏policy.a▕▏policy.b, rows 0 to 7 ▕    ─▶  rank-00000.safetensors
-rank 1   ▏policy.b, rows 8 to 15▕▏policy.c▕    ─▶  rank-00001.safetensors
+    rank 0   ▏policy.a▕▏policy.b, rows 0 to 7 ▕    ─▶  rank-00000.safetensors
+    rank 1   ▏policy.b, rows 8 to 15▕▏policy.c▕    ─▶  rank-00001.safetensors
 
-replicated tensors    are laid one behind the other and cut into equal stretches of bytes
-sharded tensors       every rank writes its shard
+Replicated tensors are laid end to end and cut into equal stretches of bytes; of sharded ones every rank
+writes its shard.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def split_rows(
     sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
 ) -> dict[str, tuple[int, int]]:
-    """[first, end) rows of tensors given as (rows, bytes): laid end to end, cut into `world_size` equal
-    stretches at the nearest rows."""
+    """[first, end) rows of tensors given as (rows, bytes), laid end to end and cut into `world_size` equal
+    stretches."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 
@@ -172,8 +172,8 @@ def write_shard(path: Path, parts: Mapping[str, TensorPiece]) -> FileDigest:
 
 
 def write_hashed(path: Path, stream: Sequence[memoryview]) -> FileDigest:
-    """Flushes to the disk. An existing file is unlinked, not overwritten: another process may still write to
-    it. Raises OSError."""
+    """Flushes to the disk. An existing file is unlinked: another process may still write to it. Raises
+    OSError."""
     path.unlink(missing_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:

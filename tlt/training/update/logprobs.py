@@ -149,8 +149,8 @@ def _pack(batch: Sequence[Experience], device: torch.device) -> _Packed:
 
 class ChosenLogprobs(torch.autograd.Function):
     """(logits_TV, chosen_T, temperature, known_T) ─▶ (log-softmax(logits / temperature) at the chosen tokens,
-    or what is known of it; entropy without gradient). Keeps one matrix for the backward pass and allocates
-    one there; autograd would need five."""
+    or what is known of it; entropy without gradient). Keeps and allocates one matrix each; autograd would
+    need five."""
 
     @staticmethod
     def forward(

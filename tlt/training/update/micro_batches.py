@@ -106,8 +106,8 @@ def plan_ranks(
 ) -> Shares:
     """Chooses whole families, or halves, quarters and so on of all families, by the smallest largest load.
 
-    own: the cost of each item without its prompt.
-    prompts: the cost of each family's prompt, on every rank with some of the family.
+    own: cost of each item without its prompt.
+    prompts: cost of each family's prompt, on every rank with some of the family.
     """
     plans = []
     num_parts = 1
@@ -205,8 +205,7 @@ def plan_share(
     rank: int,
     fills_up: bool = False,
 ) -> list[MicroBatch]:
-    """fills_up: adds dummies, so that all ranks have equally many with a backward pass, and equally many
-    without."""
+    """fills_up: adds dummies, so that all ranks have equally many with and without a backward pass."""
     shares = plan_shares(responses, config, budget, num_ranks)
     if not fills_up:
         return shares[rank]

@@ -139,7 +139,7 @@ class PolicyTrainer:
 
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
         """All ranks hold the same weights afterwards. Raises NonFiniteUpdate, if possible before the
-        optimizer's step, and ValueError for an empty batch."""
+        optimizer's step, and ValueError for an unfit batch."""
         start = time.perf_counter()
         section = self.algorithm_section
         check_batch(rollouts, rewards, section.minibatches, f"policy update of step {step + 1}")
