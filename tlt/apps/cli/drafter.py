@@ -209,7 +209,7 @@ def train(options: DrafterTrain) -> Record:
         summary = train_offline(model, target, preset, rollouts, settings, on_progress, vocabulary)
     about = {
         "preset": preset.name,
-        "target": content_hash(tensors),
+        "policy_hash": content_hash(tensors),
         "num_tokens": summary.tokens,
         "cpu_seconds": summary.cpu_seconds,
         "acceptance": summary.acceptance,

@@ -66,7 +66,7 @@ class StoredDrafter:
 
     @property
     def policy_hash(self) -> str | None:
-        known: str | None = self.about.get("policy_hash", self.about.get("target"))
+        known: str | None = self.about.get("policy_hash")
         return known
 
 

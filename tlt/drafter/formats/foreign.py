@@ -74,7 +74,7 @@ def read_fields(path: Path) -> Fields:
     for name in ("transformer_layer_config", "eagle_config", "dflash_config"):
         fields.table(name)
     about = fields.within("tlt")
-    for name in ("policy_hash", "target", "preset"):
+    for name in ("policy_hash", "preset"):
         about.text(name)
     if (path / "mask_embedding.pt").is_file() and method_of(fields, {}) in ("dflash", "dspark"):
         raise UserError(

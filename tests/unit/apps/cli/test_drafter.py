@@ -48,6 +48,7 @@ def test_a_trained_drafter_drafts_and_changes_no_token(
     assert summary["steps"] >= 1
     about = json.loads(Path("drafter/config.json").read_text())["tlt"]
     assert (about["preset"], about["num_tokens"]) == ("hass", summary["tokens"])
+    assert len(about["policy_hash"]) == 64, "of the model it was trained for, as tlt drafter export reads it"
     assert 0 < about["cpu_seconds"] == summary["cpu_seconds"]
     for speculation in ("2x1x2", "3x2x5", "adaptive"):
         options = f"--speculation {speculation} --drafter drafter --samples 4 --dtype float64"

@@ -86,10 +86,8 @@ def _export_says_whose_drafter_it_is(
     own = content_hash(Transformer(DEEP).initialize(1, 0.3).state_dict())
     cases = [
         ({"policy_hash": own}, 0),
-        ({"target": own}, 0),
         ({}, 0),
         ({"policy_hash": "e" * 64}, 1),
-        ({"target": "e" * 64}, 1),
     ]
     for index, (about, num_lines) in enumerate(cases):
         drafter, out = folder / f"of{index}", folder / f"out{index}"
