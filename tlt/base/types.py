@@ -13,7 +13,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tlt.base.value_types import (
     MaxTokens,
@@ -139,6 +139,10 @@ class Turns:
     failure: str = ""
 
     @property
+    def num_given(self) -> int:
+        return sum(end - first for first, end in self.given)
+
+    @property
     def num_settled(self) -> int:
         """Tokens of the response before the policy's present turn."""
         return self.given[-1][1] if self.given else 0
@@ -221,10 +225,16 @@ class Rollout:
         return self.token_ids[0 if self.turns is None else self.turns.num_settled :]
 
 
-def num_drawn(response: Request | Rollout) -> int:
+class HasTurns(Protocol):
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def turns(self) -> Turns | None: ...
+
+
+def num_drawn(response: HasTurns) -> int:
     """Counts the policy's own tokens."""
-    given = () if response.turns is None else response.turns.given
-    return len(response.token_ids) - sum(end - first for first, end in given)
+    return len(response.token_ids) - (0 if response.turns is None else response.turns.num_given)
 
 
 def id_of(response: Request | Rollout | Response) -> ResponseId:

@@ -16,7 +16,7 @@ from tlt.apps.page.gather import RunRecords
 from tlt.apps.page.tokens import MAX_SHOWN_TOKENS, clip, drafts_within, sum_up
 from tlt.apps.page.turns import describe, own_stretches, show_turns
 from tlt.base.io.files import Record
-from tlt.base.types import DraftOutcome, Turns, UserError
+from tlt.base.types import DraftOutcome, Turns, UserError, num_drawn
 from tlt.base.value_types import describe_mistakes
 from tlt.models.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tlt.training.saved.kept_responses import kept_by
@@ -58,11 +58,6 @@ class Kept(BaseModel):
         if edges != sorted(edges):
             raise ValueError("turns: given is no list of stretches of the response's tokens")
         return self
-
-    @property
-    def num_own_tokens(self) -> int:
-        given = () if self.turns is None else self.turns.given
-        return len(self.token_ids) - sum(end - first for first, end in given)
 
 
 def spread(items: Sequence[Path], count: int) -> list[Path]:
@@ -127,7 +122,7 @@ class _Reader:
             "sample": kept.sample_index,
             "reward": kept.reward,
             "solved": kept.is_solved,
-            "tokens": kept.num_own_tokens,
+            "tokens": num_drawn(kept),
             "finish": kept.finish_reason,
             "prompt": clip(prompt)[0],
             "error": kept.reward_error,
@@ -161,7 +156,7 @@ class _Reader:
         if drafts is None or pieces is None:
             return shown
         ends = [end for _, end in own_stretches(turns, num_tokens)]
-        return shown | {"drafted": sum_up(drafts, ends, kept.num_own_tokens)}
+        return shown | {"drafted": sum_up(drafts, ends, num_drawn(kept))}
 
     def _pieces(self, kept: Kept) -> list[str] | None:
         if kept.drafts is None:

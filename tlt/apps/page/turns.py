@@ -28,9 +28,8 @@ def describe(turns: Turns) -> str:
     calls = f"{num_turns} turn{'s' * (num_turns > 1)}, {num_calls}"
     if turns.num_errors:
         calls += f" ({turns.num_errors} failed, {turns.num_timeouts} of them by time-out)"
-    num_given = sum(end - first for first, end in turns.given)
     waited = f"waited {turns.seconds:.3g} s for tools and environment"
-    return f"{calls}; {num_given} tokens were given; {waited}."
+    return f"{calls}; {turns.num_given} tokens were given; {waited}."
 
 
 def show_turns(
