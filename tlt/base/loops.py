@@ -210,7 +210,7 @@ _read_atomically: Any = intrinsic(_read)
 
 
 @njit(inline="always")
-def take(record):  # type: ignore
+def take_item(record):  # type: ignore
     """Atomically takes the next item of the record at an address."""
     return add_to(record, 1)
 

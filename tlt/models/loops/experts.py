@@ -52,7 +52,7 @@ def _multiply(at):  # type: ignore
     ends, row_bytes = int64_at(call.ends), 4 * call.num_steps
     stride = call.num_panels * LANES
     while True:
-        item = loops.take(at)
+        item = loops.take_item(at)
         if item >= call.num_items:
             return
         expert, part = item // call.num_parts, item % call.num_parts

@@ -72,7 +72,7 @@ def _attend(at, call, arrays):  # type: ignore
     room = workspace(call)
     work = np.int64(room.ctypes.data)
     while True:
-        item = loops.take(at)
+        item = loops.take_item(at)
         if item >= call.num_items:
             break
         row, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads

@@ -93,7 +93,7 @@ _CALL = np.dtype(
 def _product(at):  # type: ignore
     call = carray(as_pointer(at), 1, _CALL)[0]
     while True:
-        item = loops.take(at)
+        item = loops.take_item(at)
         if item >= call.num_items:
             return
         first = call.num_panels * item // call.num_items

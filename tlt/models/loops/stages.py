@@ -132,7 +132,7 @@ def _run_layers(given, like):  # type: ignore
         num_items = _num_items(call, attend, stage % STAGES)
         counter = given.counters + COUNTER_BYTES * stage
         while True:
-            item = take(counter, num_items)
+            item = take_of_stage(counter, num_items)
             if item < 0:
                 break
             if stage == call.num_layers * STAGES:
@@ -180,7 +180,7 @@ def _do(call, attend, number, item, work, like):  # type: ignore
 
 
 @njit(nogil=True, cache=True)
-def take(counter, num_items):  # type: ignore
+def take_of_stage(counter, num_items):  # type: ignore
     """The next item of a stage; -1: all are done. counter: the address of (items taken, items done)."""
     item = loops.add_to(counter, 1)
     if item < num_items:

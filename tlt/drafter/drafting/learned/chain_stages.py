@@ -26,7 +26,7 @@ from tlt.models.loops.stages import (
     finish,
     norm_row,
     share,
-    take,
+    take_of_stage,
 )
 from tlt.speculation.law.compiled import CHUNK, near_noise
 
@@ -125,7 +125,7 @@ def _run_stage(draft, call, level, stage, counters, work, like):  # type: ignore
     counter = counters + COUNTER_BYTES * (STAGES + 1 + stage)
     num_items = draft.num_rows if stage in (_READ, _CHOOSE) else call.parts
     while True:
-        item = take(counter, num_items)
+        item = take_of_stage(counter, num_items)
         if item < 0:
             break
         if stage == _READ:
