@@ -138,7 +138,7 @@ class AuditResponses(VerdictOptions):
     Their tokens are tested against the probabilities that transformers computes.
 
     Exit code 0: lossless; 1: not lossless; 3: undecided, for want of tokens or because an estimate speaks
-    against the engine. --few-tokens-pass makes want of tokens 0, too.
+    against the responses. --few-tokens-pass makes want of tokens 0, too.
     """
 
     model: ModelName

@@ -50,8 +50,8 @@ class VerdictOptions(LawSection, Options):
     """Device of the model in transformers. auto: the GPU where there is one; cpu where it does not fit there
     beside the engine."""
     few_tokens_pass: Switch = False
-    """Exits with 0 also where nothing speaks against the engine, but the tokens are too few to call it
-    lossless."""
+    """Exits with 0 also where nothing speaks against losslessness, but the tokens are too few to call it
+    proven."""
     out: File = None
     """JSON to write, with the complete reports."""
 
