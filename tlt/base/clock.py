@@ -16,12 +16,12 @@ class Moment:
     """When something began, in a form that other processes can count seconds from.
 
     reading: monotonic clock, shared by all processes of `machine`.
-    told_after: seconds passed when the moment was sent to another process.
+    sent_after: seconds passed when the moment was sent to another process.
     """
 
     machine: str
     reading: float
-    told_after: float = 0.0
+    sent_after: float = 0.0
 
     @staticmethod
     def now() -> Moment:
@@ -32,12 +32,12 @@ class Moment:
         """Valid on the same machine only (`here`)."""
         return time.monotonic() - self.reading
 
-    def told(self) -> Moment:
-        return replace(self, told_after=self.seconds)
+    def to_send(self) -> Moment:
+        return replace(self, sent_after=self.seconds)
 
     def here(self) -> Moment:
         """Returns this moment on the clock here. Across machines the time of transfer is lost."""
-        return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.told_after)
+        return self if self.machine == _machine() else Moment(_machine(), time.monotonic() - self.sent_after)
 
 
 def machine_name() -> str:

@@ -175,7 +175,7 @@ class Crew(Generic[Job, Result]):
         assert not self.is_closed, "the pool is closed"
         self._jobs.put(job)
 
-    def tell(self, job: Job, result: Result) -> None:
+    def put_result(self, job: Job, result: Result) -> None:
         self._done.put((job, result))
 
     @property

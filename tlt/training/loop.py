@@ -197,7 +197,7 @@ def save_state(run: Run) -> None:
 
 def describe_run(config: Config, began: Moment) -> str:
     """The argument of `main`, the same for all ranks. began: start of the user's command."""
-    return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
+    return json.dumps({"config": config.to_json(), "began": asdict(began.to_send())})
 
 
 def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> None:

@@ -98,7 +98,7 @@ def measure(
     engines: Mapping[str, RolloutBackend],
     requests: Callable[[int], Sequence[Request]],
     num_rounds: int,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Measured:
     turns: dict[str, list[Turn]] = {OFF: [], ADAPTIVE: []}
     for index in range(num_rounds + 1):
@@ -111,7 +111,7 @@ def measure(
         for name, turn in taken.items():
             turns[name].append(turn)
         speeds = ", ".join(f"{n} {taken[n].num_tokens / taken[n].seconds:,.1f} tokens/s" for n in turns)
-        say(f"round {index} of {num_rounds}: {speeds}")
+        log(f"round {index} of {num_rounds}: {speeds}")
     return Measured(turns, engines[ADAPTIVE].stats)
 
 

@@ -161,7 +161,7 @@ def _suggest(command: str, kind: type[Options], given: str) -> str:
     if not has_keys and other is not None:
         ours = other.known.ours.rpartition(".")[2]
         if same := next((name for name in own if f"{ours}_".startswith(f"{name}_")), None):
-            return other.told(f"--{with_dashes(same)}")
+            return other.describe(f"--{with_dashes(same)}")
     if has_keys:
         for name in Config.model_fields:
             known += [f"{name}.{key}" for key in section_of(Config, name).model_fields]

@@ -61,7 +61,7 @@ class Source:
     dtype: str
     to: Path
     template_variables: dict[str, Any]
-    told: str
+    description: str
 
 
 def run(options: Serve) -> int:
@@ -89,7 +89,7 @@ def run(options: Serve) -> int:
     if options.print:
         print(to_paste(words, variables))
         return 0
-    _say(f"serving {source.told} as {served.name}, speculation {served.speculation}")
+    _say(f"serving {source.description} as {served.name}, speculation {served.speculation}")
     replace_process(words, variables)
     return 0
 
@@ -122,7 +122,7 @@ def _run_source(options: Serve) -> Source:
         dtype=dtype.removeprefix("torch.").replace("float64", "float32"),
         to=options.to or options.source / FOLDER / "drafter",
         template_variables=run.config.model.chat_template_kwargs if task.chat else {},
-        told=f"{run.policy} after {updates(run.step)}",
+        description=f"{run.policy} after {updates(run.step)}",
     )
 
 

@@ -52,7 +52,7 @@ class _Attached:
             turns = TRLTurns(trainer) if trainer.tools else None
             rollouts = LiveRollouts(model, resumed(settings, trainer), turns)
             if turns is not None:
-                trainer._tool_call_loop = turns.tell
+                trainer._tool_call_loop = turns.tool_call_loop
             trainer.add_callback(Keeper(rollouts))
             self.trainer, self.rollouts, self.turns = trainer, rollouts, turns
         return self.rollouts

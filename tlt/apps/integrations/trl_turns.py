@@ -25,7 +25,7 @@ from tlt.base.value_types import shorten
 from tlt.models.hf.template import Message
 from tlt.models.hf.turns import Call, Turn
 from tlt.tasks.environments.environment import Answer, Ask, dump, load
-from tlt.tasks.environments.pool import Told
+from tlt.tasks.environments.pool import Reply
 from tlt.training.rollout.conversations import Conversations, Talk
 
 NO_TOOLS = ("reset", "get_reward")
@@ -56,7 +56,7 @@ class TRLTurns(Conversations):
         self.instances.take_back([_state_of(rollout) for rollout in played])
         return [_ends_of_turns(rollout)[0] for rollout in played]
 
-    def tell(
+    def tool_call_loop(
         self,
         prompts: Any,
         prompt_ids: Any,
@@ -248,20 +248,20 @@ class Calls:
         future = asyncio.run_coroutine_threadsafe(result, self.instances.trainer.async_loop)
         future.add_done_callback(end_awaited)
 
-    def tell(self, key: ResponseId, answer: Answer) -> None:
+    def put_answer(self, key: ResponseId, answer: Answer) -> None:
         raise AssertionError("every call of TRL's parser has arguments")
 
     @property
     def has_news(self) -> bool:
         return not self._done.empty()
 
-    def collect(self, timeout: float | None = 0.0) -> list[Told[ResponseId]]:
-        told: list[Told[ResponseId]] = []
+    def collect(self, timeout: float | None = 0.0) -> list[Reply[ResponseId]]:
+        replies: list[Reply[ResponseId]] = []
         while True:
             try:
-                done = self._done.get(timeout=0.0 if told else timeout)
+                done = self._done.get(timeout=0.0 if replies else timeout)
             except Empty:
-                return told
+                return replies
             key, ask, instance, _ = done.question
             if self._pending.get(key) is not done.question:
                 continue  # abandoned
@@ -273,7 +273,7 @@ class Calls:
                 _check_travels(content, ask.name)
             self.contents[key] = content
             state = self.instances.write(ask.state, instance)
-            told.append(Told(key, Answer(str(content), state, is_error=done.is_error), done.seconds))
+            replies.append(Reply(key, Answer(str(content), state, is_error=done.is_error), done.seconds))
 
     def abandon(self) -> None:
         self._pending.clear()

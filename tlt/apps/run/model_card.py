@@ -151,7 +151,7 @@ def _method(about: Mapping[str, Any]) -> Method:
 def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
     config = run.config
     problems, samples = config.rollout.problems_per_step, config.rollout.samples_per_problem
-    kind = f"{config.lora.told}, merged" if config.lora.is_used else "all weights"
+    kind = f"{config.lora.description}, merged" if config.lora.is_used else "all weights"
     rewards = [name for name in config.rewards.functions if name != "task"]
     return {
         "base model": _named_model(run) or Path(run.base).name,

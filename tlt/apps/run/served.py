@@ -43,7 +43,7 @@ class ServedRun:
     drafter: Path | None
 
 
-def open_served(folder: Path, step: int | None, say: Callable[[str], None]) -> ServedRun:
+def open_served(folder: Path, step: int | None, log: Callable[[str], None]) -> ServedRun:
     """Opens the final policy, else the newest whole checkpoint's; with `step`, the policy after that many
     updates. Raises UserError if there is none."""
     status, file = read_status(folder), folder / "config.json"
@@ -51,10 +51,10 @@ def open_served(folder: Path, step: int | None, say: Callable[[str], None]) -> S
     if status.state == "finished" and step in (None, status.step) and (folder / "policy").is_dir():
         drafter = folder / "drafter"
         return ServedRun(config, status.step, folder / "policy", drafter if drafter.is_dir() else None)
-    path, manifest = _newest(folder, say) if step is None else _of_step(folder, step)
+    path, manifest = _newest(folder, log) if step is None else _of_step(folder, step)
     out = folder / FOLDER / path.name
     if not _is_of(out / "policy", manifest.digest):
-        say(f"exporting the policy of {updates(manifest.step)} from {path}")
+        log(f"exporting the policy of {updates(manifest.step)} from {path}")
         _export_policy(path, manifest, config, out / "policy")
     return ServedRun(config, manifest.step, out / "policy", _export_drafter(path, manifest, config, out))
 
@@ -63,12 +63,12 @@ def updates(num: int) -> str:
     return f"{num} update{'s' * (num != 1)}"
 
 
-def _newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest]:
+def _newest(folder: Path, log: Callable[[str], None]) -> tuple[Path, Manifest]:
     for path in all_checkpoints(folder / "checkpoints"):
         try:
             return path, _verified(path)
         except UserError as error:
-            say(f"{str(error).partition(';')[0]}; the one before it is served")
+            log(f"{str(error).partition(';')[0]}; the one before it is served")
     remedy = f"let it finish a step first, or go on: tlt train --resume {quoted(folder)}"
     raise UserError(f"{folder}: the run has neither ended nor left a whole checkpoint; {remedy}")
 

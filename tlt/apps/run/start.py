@@ -334,7 +334,7 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
     if num_adapted is None:
         return ""
     share = f"{short_count(num_adapted)} parameters beside {short_count(num_parameters)} frozen ones"
-    return f", {config.lora.told}: {share}"
+    return f", {config.lora.description}: {share}"
 
 
 def describe_algorithm(config: Config) -> str:

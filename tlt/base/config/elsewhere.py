@@ -39,7 +39,7 @@ class Meant:
     known: Known
     is_whole: bool
 
-    def told(self, ours: str) -> str:
+    def describe(self, ours: str) -> str:
         note = f" ({self.known.note})" if self.known.note else ""
         return f"{self.trainer}'s {self.name} is {ours} here{note}"
 

@@ -256,7 +256,7 @@ def _read_override(place: str, name: str, value: Any) -> Override:
         raise UserError(f"{place}: unknown option; {remedy}")
     other = find_elsewhere(name)
     if other is not None and (keys[0] not in Config.model_fields or other.name == name):
-        raise UserError(f"{place}: unknown option; {other.told(dashes + other.known.ours)}")
+        raise UserError(f"{place}: unknown option; {other.describe(dashes + other.known.ours)}")
     if len(keys) > MAX_DEPTH:
         raise UserError(f"{shorten(place)}: names a key of more than {MAX_DEPTH} parts; flatten it")
     if isinstance(value, Path):

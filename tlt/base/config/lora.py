@@ -43,7 +43,7 @@ class LoraSection(Section):
         return self.rank > 0
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"LoRA of rank {self.rank} on {', '.join(self.targets)}"
 
     @property

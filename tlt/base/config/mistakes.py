@@ -94,12 +94,12 @@ def suggest_key(model: type[BaseModel], given: str, dashes: str = "", near: str 
             return (
                 f"did you mean {dashes}{near}, or {other.trainer}'s {other.name}: {dashes}{other.known.ours}?"
             )
-        return other.told(f"{dashes}{other.known.ours}")
+        return other.describe(f"{dashes}{other.known.ours}")
     key = given.rpartition(".")[2].replace("-", "_")
     having = [name for name in _sections(model) if key in section_of(model, name).model_fields]
     if same := [f"{dashes}{name}.{key}" for name in sorted(having, key=lambda name: name in _LESSER)]:
         return f"did you mean {' or '.join(same)}?"
-    return None if other is None or near else other.told(f"{dashes}{other.known.ours}")
+    return None if other is None or near else other.describe(f"{dashes}{other.known.ours}")
 
 
 def _sections(model: type[BaseModel]) -> list[str]:

@@ -29,7 +29,7 @@ MAX_LOST_BEFORE = 3
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Told(NamedTuple, Generic[Key]):
+class Reply(NamedTuple, Generic[Key]):
     key: Key
     answer: Answer
     seconds: float
@@ -55,28 +55,28 @@ class EnvironmentPool(Generic[Key]):
         job = self._pending[key] = _Job(key, ask, time.monotonic())
         self._crew.put(job)
 
-    def tell(self, key: Key, answer: Answer) -> None:
+    def put_answer(self, key: Key, answer: Answer) -> None:
         job = self._pending[key] = _Job(key, Ask("call", {}), time.monotonic())
-        self._crew.tell(job, answer)
+        self._crew.put_result(job, answer)
 
     @property
     def has_news(self) -> bool:
         return self._crew.has_results
 
-    def collect(self, timeout: float | None = 0.0) -> list[Told[Key]]:
+    def collect(self, timeout: float | None = 0.0) -> list[Reply[Key]]:
         """timeout: seconds to wait for the first; None: no limit. Raises UserError where no worker starts."""
-        told: list[Told[Key]] = []
+        replies: list[Reply[Key]] = []
         while True:
             try:
-                job, answer = self._crew.get(0.0 if told else timeout)
+                job, answer = self._crew.get(0.0 if replies else timeout)
             except Empty:
-                return told
+                return replies
             if self._pending.get(job.key) is not job:
                 continue  # abandoned
             del self._pending[job.key]
             if isinstance(answer, Exception):
                 raise answer
-            told.append(Told(job.key, answer, time.monotonic() - job.start))
+            replies.append(Reply(job.key, answer, time.monotonic() - job.start))
 
     def abandon(self) -> None:
         """Calls under way go on, to their time-out at most."""

@@ -144,7 +144,7 @@ class RewardPool:
         if self._scorer.scores_alone:
             self._queue(Job((response_id,), Call((response,), False)))
         elif not self.by_group:  # its environment has scored it, and `combine` reads that alone
-            self._crew.tell(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
+            self._crew.put_result(Job((response_id,), Call((response,), False)), [Reward(0.0, False)])
 
     def complete(self, group: Sequence[ResponseId]) -> None:
         if self.by_group:
@@ -157,7 +157,7 @@ class RewardPool:
 
     def _queue(self, job: Job) -> None:
         if self._is_inline:
-            self._crew.tell(job, self._scorer.answer(job.call))
+            self._crew.put_result(job, self._scorer.answer(job.call))
         else:
             self._crew.put(job)
 

@@ -17,7 +17,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.models.hf.template import Message
 from tlt.models.hf.turns import Call, Turn
 from tlt.tasks.environments.environment import Answer, Ask, say_error
-from tlt.tasks.environments.pool import Told
+from tlt.tasks.environments.pool import Reply
 from tlt.training.rollout.protocol import BetweenTurns, Journal
 
 
@@ -26,12 +26,12 @@ class Answering(Protocol):
 
     def ask(self, key: ResponseId, ask: Ask) -> None: ...
 
-    def tell(self, key: ResponseId, answer: Answer) -> None: ...
+    def put_answer(self, key: ResponseId, answer: Answer) -> None: ...
 
     @property
     def has_news(self) -> bool: ...
 
-    def collect(self, timeout: float | None = 0.0) -> list[Told[ResponseId]]: ...
+    def collect(self, timeout: float | None = 0.0) -> list[Reply[ResponseId]]: ...
 
     def abandon(self) -> None: ...
 
@@ -168,7 +168,9 @@ class Conversations(BetweenTurns):
         elif talk.calls and (call := talk.calls[0]).arguments is not None:
             self.pool.ask(id_of(talk.rollout), Ask("call", row, state, call.name, dict(call.arguments)))
         elif talk.calls:
-            self.pool.tell(id_of(talk.rollout), Answer(say_error(talk.calls[0].name), state, is_error=True))
+            self.pool.put_answer(
+                id_of(talk.rollout), Answer(say_error(talk.calls[0].name), state, is_error=True)
+            )
         else:
             messages = [*_prompt(row), *talk.turns.messages, talk.spoken]
             self.pool.ask(id_of(talk.rollout), Ask("respond", row, state, messages=messages))
