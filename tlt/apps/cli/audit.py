@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from tlt.apps.cli.engine import EngineOptions, generate_in_order, longest
 from tlt.apps.cli.judge import Judge, Test, VerdictOptions, end, end_relations, note_missing, print_report
 from tlt.apps.cli.judge import summarize as summarize
 from tlt.apps.cli.options import LISTED, SPECULATION, ModelName, Switch, Written
-from tlt.apps.cli.summary import Ended
+from tlt.apps.cli.summary import Ended, log
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.rollout import SpeculationKey
 from tlt.base.io.hub import resolve_model
@@ -160,7 +159,7 @@ def engine(options: AuditEngine) -> Ended:
     judge = Judge.load(options, options.model, options.threads, options.test)
     requests = options.requests(judge)
     device = str(options.choose_device())
-    print(f"tlt: our engine computes on {device}", file=sys.stderr, flush=True)
+    log(f"our engine computes on {device}")
     if options.test == "invariance":
         return end_relations(options, _told(_relations_of_engine(options, requests)), device=device)
     reports = []
@@ -258,7 +257,7 @@ def _relations_of_server(
     try:
         prefilled = read_again(endpoint, alone)
     except UserError as error:  # not every server echoes a prompt, and the other ways stand without it
-        print(f"tlt: prefilled: not compared: {error}", file=sys.stderr, flush=True)
+        log(f"prefilled: not compared: {error}")
     else:
         yield compare("prefilled", alone, prefilled, len(requests))
 

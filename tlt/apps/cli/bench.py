@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from tlt.apps.cli.data import Data, PromptOptions
 from tlt.apps.cli.engine import EngineOptions, SamplingOptions, show_busy
 from tlt.apps.cli.options import AdapterName, File, Written, with_dashes
 from tlt.apps.cli.serve import is_run
-from tlt.apps.cli.summary import Summary
+from tlt.apps.cli.summary import Summary, log
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.speculation import Adaptive
@@ -57,7 +56,7 @@ def run(options: Bench) -> Record:
     with show_busy("starting the engines"):
         engines = subject.engines()
     try:
-        measured = measure(engines, lambda i: subject.requests(i, options.num), options.rounds, _say)
+        measured = measure(engines, lambda i: subject.requests(i, options.num), options.rounds, log)
     finally:
         for engine in engines.values():
             engine.close()
@@ -79,10 +78,6 @@ def run(options: Bench) -> Record:
     if options.out is not None:
         write_json(with_folder(options.out), record | {"environment": environment()})
     return record
-
-
-def _say(line: str) -> None:
-    print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
 def _of_model(options: Bench) -> Subject:
@@ -131,7 +126,7 @@ def _of_run(options: Bench) -> Subject:
     from tlt.training.build.problems import load_problems
     from tlt.training.build.run_engine import engine_settings
 
-    served = open_served(options.model, None, _say)
+    served = open_served(options.model, None, log)
     config = served.config
     torch.set_num_threads(config.run.threads_per_rank)
     model = open_model(served.policy, master_dtype(config), None, config.model.implementation)

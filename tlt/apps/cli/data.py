@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tlt.apps.cli.options import JsonObject, JsonTexts, Options, Written
+from tlt.apps.cli.summary import log
 from tlt.base.config.environment import EnvironmentSection
 from tlt.base.config.section import Day
 from tlt.base.io.data import DataSource, read_data
@@ -78,12 +78,12 @@ class PromptOptions(DataOptions):
             check_turns(environment, given, tokenizer, chat)
         rows = [record for _, record in records]
         for line in describe_template(rows, tokenizer, chat, "--chat true"):
-            print(f"tlt: {line}", file=sys.stderr, flush=True)
+            log(line)
         prompts = encode_prompts(
             records, tokenizer, chat, vocab_size=vocab_size, window=window, longest=longest
         )
         for line in describe_prompts(rows, len(prompts), longest, "--max-prompt-tokens"):
-            print(f"tlt: {line}", file=sys.stderr, flush=True)
+            log(line)
         row_of = {id(shown): row for (_, shown), (_, row) in zip(records, given, strict=True)}
         return [replace(prompt, record=row_of[id(prompt.record)]) for prompt in prompts]
 

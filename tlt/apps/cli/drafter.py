@@ -13,7 +13,7 @@ from pydantic import model_validator
 from tlt.apps.cli.data import Data, PromptOptions
 from tlt.apps.cli.engine import DeviceOptions, Progress, generate_in_order, show_busy, show_progress
 from tlt.apps.cli.options import AdapterName, DrafterName, File, ModelName, Options, Written
-from tlt.apps.cli.summary import Summary, percent
+from tlt.apps.cli.summary import Summary, log, percent
 from tlt.base.config.drafter import DraftVocabOption
 from tlt.base.config.mistakes import mistake
 from tlt.base.io.files import Record, check_new_folder
@@ -177,7 +177,7 @@ def train(options: DrafterTrain) -> Record:
     rollouts = [] if options.responses is None else _read(options.responses, config)
     if options.responses is not None:
         _check_trainable(rollouts, f"--responses: {options.responses} has")
-    print(f"tlt: model and drafter on {device}", file=sys.stderr, flush=True)
+    log(f"model and drafter on {device}")
     target = new_target(config, dtype, device)
     target.load(tensors, version=0)
     if requests is not None:

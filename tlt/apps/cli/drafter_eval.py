@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from pydantic import Field
 from tlt.apps.cli.drafter import AnswerOptions
 from tlt.apps.cli.engine import DeviceOptions, show_busy
 from tlt.apps.cli.options import File, Written
-from tlt.apps.cli.summary import Summary, rounded
+from tlt.apps.cli.summary import Summary, log, rounded
 from tlt.base.config.drafter import DrafterSection, DraftVocabOption
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
@@ -69,7 +68,7 @@ def evaluate(options: DrafterEval) -> Record:
         max_batch_size=options.max_batch_size,
         drafting=DrafterSection(vocabulary=options.draft_vocab),
     )
-    print(f"tlt: {len(requests)} responses on {device}", file=sys.stderr, flush=True)
+    log(f"{len(requests)} responses on {device}")
     with show_busy(f"answering {len(requests)} prompts"):
         acceptance = measure_chains(model, drafter, options.depth, settings, requests)
     summary: Record = {

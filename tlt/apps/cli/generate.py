@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from tlt.apps.cli.engine import (
     show_busy,
 )
 from tlt.apps.cli.options import AdapterName, File, ModelName, Written
-from tlt.apps.cli.summary import Summary, percent, written
+from tlt.apps.cli.summary import Summary, log, percent, written
 from tlt.base.config.load import load_environment
 from tlt.base.config.rollout import SpeculationKey, may_use_references
 from tlt.base.io.files import Record, check_output_file, with_folder, write_jsonl
@@ -100,7 +99,7 @@ def run(options: Generate) -> Record:
     settings = options.engine_settings(options.speculation, longest(requests))
     with show_busy("starting the engine"):
         engine = load_engine(model, settings, options.drafter_folder, references=references)
-    print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
+    log(f"{len(requests)} responses on {engine.device}")
     begin = time.perf_counter()
     chat = options.chat_format(environment)
     between_turns = build_between_turns(environment, model.tokenizer, chat, window)

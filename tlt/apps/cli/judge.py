@@ -14,7 +14,7 @@ from tlt.apps.audit.relation import Relation
 from tlt.apps.audit.server import Answers
 from tlt.apps.cli.engine import show_busy
 from tlt.apps.cli.options import File, Options, StopNumbers, Switch
-from tlt.apps.cli.summary import Ended, Summary
+from tlt.apps.cli.summary import Ended, Summary, log
 from tlt.base.config.sampling import LawSection
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
@@ -114,8 +114,7 @@ class Judge:
             seed=seed,
         )
         report = auditor.judge(mode, answers.rollouts, self.referee)
-        told = f"tlt: {report.num_responses} responses judged, by the model on {self.referee.model.device}"
-        print(told, file=sys.stderr, flush=True)
+        log(f"{report.num_responses} responses judged, by the model on {self.referee.model.device}")
         report = replace(report, num_missing=answers.num_missing)
         if (tokenizer := self.tokenizer) is None:
             return report
@@ -126,7 +125,7 @@ def note_missing(answers: Answers) -> None:
     if answers.num_missing:
         asked = len(answers.rollouts) + answers.num_missing
         said = f"{answers.num_missing} of {asked} responses are missing, the others are judged"
-        print(f"tlt: {said}: {hide(visible(answers.why))}", file=sys.stderr, flush=True)
+        log(f"{said}: {hide(visible(answers.why))}")
 
 
 # ── the verdict ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,13 +7,13 @@ MODEL, --drafter ─────────────────────
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tlt.apps.cli.engine import show_busy
 from tlt.apps.cli.options import DrafterName, Folder, Switch, WithRest, Written
+from tlt.apps.cli.summary import log
 from tlt.base.config.rollout import SpeculationKey
 from tlt.base.config.vllm import VllmSection
 from tlt.base.io.hub import resolve_model
@@ -78,7 +78,7 @@ def run(options: Serve) -> int:
 
     is_elsewhere = options.print and not is_installed()
     if is_elsewhere:
-        _say("no vLLM is installed here; the command is for a place with vLLM for GPUs and tlt-rl")
+        log("no vLLM is installed here; the command is for a place with vLLM for GPUs and tlt-rl")
     installed = ELSEWHERE if is_elsewhere else find_vllm()
     if options.speculation is not None:
         check_speculation(options.speculation, has_learned=True)  # before a policy is exported
@@ -89,13 +89,9 @@ def run(options: Serve) -> int:
     if options.print:
         print(to_paste(words, variables))
         return 0
-    _say(f"serving {source.description} as {served.name}, speculation {served.speculation}")
+    log(f"serving {source.description} as {served.name}, speculation {served.speculation}")
     replace_process(words, variables)
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
 def is_run(folder: Path) -> bool:
@@ -108,13 +104,13 @@ def _run_source(options: Serve) -> Source:
     from tlt.apps.run.served import FOLDER, open_served, updates
     from tlt.base.types import resolve_dtype
 
-    run = open_served(options.source, options.step, _say)
+    run = open_served(options.source, options.step, log)
     task = run.config.task
     if task.system_prompt:
-        _say(f"the run's system prompt is the client's to send: {task.system_prompt!r}")
+        log(f"the run's system prompt is the client's to send: {task.system_prompt!r}")
     dtype = str(resolve_dtype(run.config.run.dtype, "cuda" if torch.cuda.is_available() else "cpu"))
     if "float64" in dtype:
-        _say("vLLM has no float64, in which the run computes; it is served in float32")
+        log("vLLM has no float64, in which the run computes; it is served in float32")
     return Source(
         model=run.policy,
         drafter=run.drafter if options.drafter is None else resolve_model(options.drafter),

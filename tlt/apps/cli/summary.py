@@ -1,4 +1,4 @@
-"""The end of a command.
+"""What a command prints: lines on the way, and its end.
 
 record ─┬─ stdout is a terminal ─▶ headline, then rows of names and rounded values
         └─ a pipe, a file, --json ─▶ one line of JSON, the last one on stdout
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 JSON_HELP = "Prints the result as JSON on stdout, and all else on stderr."
 NO_VALUE = "–"
+
+
+def log(line: str) -> None:
+    print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.apps.cli.data import Columns, Data, DataOptions, Subset
 from tlt.apps.cli.options import File, JsonObject, Options, Written
-from tlt.apps.cli.summary import Summary, percent, written
+from tlt.apps.cli.summary import Summary, log, percent, written
 from tlt.base.config.mistakes import mistake
 from tlt.base.config.rewards import check_weights
 from tlt.base.config.section import split_words
@@ -150,7 +149,7 @@ def score(options: Score) -> Record:
         scores[answer.problem_id].append(found)
     check_scorable(rewards, options.name, str(options.responses))
     for line in describe_constant(rewards, str(options.responses)):
-        print(f"tlt: {line}", file=sys.stderr)
+        log(line)
     if options.out is not None:
         pairs = zip(answers, rewards, strict=True)
         write_jsonl(with_folder(options.out), [{**answer.row, **_score_of(found)} for answer, found in pairs])
