@@ -13,10 +13,10 @@ from tlt.base.types import UserError
 
 BUILTIN = {
     "countdown": "tlt.tasks.countdown:TASK",
-    "data": "tlt.tasks.data:TASK",
+    "data": "tlt.tasks.rows:DATA",
     "math": "tlt.tasks.math:TASK",
     "mixture": "tlt.tasks.mixture:TASK",
-    "seeds": "tlt.tasks.seeds:TASK",
+    "seeds": "tlt.tasks.rows:SEEDS",
 }
 
 TASK_FAMILIES = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -16,7 +16,13 @@ from tlt.base.config.drafter import DrafterSection, DraftVocabOption
 from tlt.base.io.files import Record, check_output_file, with_folder, write_json
 from tlt.base.io.hub import resolve_model
 from tlt.base.strategy import Strategy
+from tlt.base.types import Request, UserError
 from tlt.base.value_types import BatchSize, MaxTokens, Temperature
+
+if TYPE_CHECKING:
+    from tlt.drafter.formats.folder import StoredDrafter
+    from tlt.engine.build.model import Model
+    from tlt.engine.settings import EngineSettings
 
 
 class DrafterEval(AnswerOptions, DeviceOptions):
@@ -52,7 +58,6 @@ def evaluate(options: DrafterEval) -> Record:
     with show_busy():
         import torch
 
-        from tlt.apps.bench.acceptance import measure_chains
         from tlt.drafter.formats.folder import load_drafter
         from tlt.engine.build.model import load_model
         from tlt.engine.settings import EngineSettings
@@ -76,12 +81,38 @@ def evaluate(options: DrafterEval) -> Record:
         "depth": options.depth,
         "temperature": options.temperature,
         "responses": len(requests),
-        **asdict(acceptance),
+        **acceptance,
         "device": str(device),
     }
     if options.out is not None:
         write_json(with_folder(options.out), summary)
     return summary
+
+
+def measure_chains(
+    model: Model, drafter: StoredDrafter, depth: int, settings: EngineSettings, requests: Sequence[Request]
+) -> Record:
+    """Measures the acceptance of chains of `depth` guesses. Raises UserError where prompts and responses are
+    too short for any guess."""
+    from tlt.engine.build.engine import build_engine, build_learned
+    from tlt.speculation.tuner.tuner import Fixed
+
+    tuner = Fixed(Strategy("learned", depth, 1, depth))
+    engine = build_engine(model.config, model.tensors, settings, tuner=tuner)
+    learned = build_learned(engine, drafter, settings)
+    engine.load_drafter(learned)
+    for _ in engine.generate(requests):
+        pass
+    stats = engine.stats
+    if stats.accept_length is None:
+        remedy = "give prompts of two tokens or more, or let responses be longer"
+        raise UserError(f"drafter eval: not one guess was verified; {remedy}")
+    return {
+        "num_verifications": stats.num_verifications,
+        "accept_length": stats.accept_length,  # tokens per verification, the target's own included
+        "by_position": stats.draft_acceptance_rate_pos,  # unconditional, as in vLLM
+        "draft_vocab": learned.model.num_proposed,
+    }
 
 
 def summarize(record: Record) -> Summary:

@@ -20,8 +20,7 @@ from tlt.apps.plan.sizes import GIB, META, PlannedRun
 from tlt.base.config.lora import LoraSection
 from tlt.base.speculation import Adaptive, Fixed, Off
 from tlt.drafter.drafting.hybrid import drafter_kinds
-from tlt.drafter.drafting.learned.caches import make_cache
-from tlt.drafter.drafting.learned.drafter import LearnedSettings
+from tlt.drafter.drafting.learned.drafter import LearnedSettings, make_cache
 from tlt.drafter.forms import new_packed
 from tlt.drafter.shape import training_capture
 from tlt.drafter.training.buffer import BUFFER_BYTES

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
-from tlt.apps.bench.acceptance import measure_chains
 from tlt.apps.cli import main as cli
-from tlt.apps.cli.drafter_eval import summarize
+from tlt.apps.cli.drafter_eval import measure_chains, summarize
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.forms import new_model
@@ -53,10 +52,12 @@ def test_each_position_is_accepted_at_most_as_often_as_the_one_before(
     policy, drafter = Transformer(DEEP).initialize(1, 0.3), make_drafter(DEEP, method, vocab)
     settings = EngineSettings(max_batch_size=4)
     found = measure_chains(model_of(policy), drafter, 3, settings, requests(temperature))
-    assert 1 < found.accept_length < 1 + sum(found.by_position) + 1e-9  # a response may end within a chain
-    assert list(found.by_position) == sorted(found.by_position, reverse=True)
-    assert found.num_verifications > 6
-    assert found.draft_vocab == (vocab or VOCAB)
+    assert (
+        1 < found["accept_length"] < 1 + sum(found["by_position"]) + 1e-9
+    )  # a response may end within a chain
+    assert list(found["by_position"]) == sorted(found["by_position"], reverse=True)
+    assert found["num_verifications"] > 6
+    assert found["draft_vocab"] == (vocab or VOCAB)
 
 
 def read_strictly(text: str) -> Any:

@@ -18,12 +18,13 @@ from torch import Tensor
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict
 from tlt.base.uploads import upload
-from tlt.drafter.drafting.learned.caches import make_cache
+from tlt.drafter.block import PackedBlock
+from tlt.drafter.drafting.learned.block_cache import BlockCache
 from tlt.drafter.drafting.learned.calibration import Calibration, TauSearch, sent_to_host
-from tlt.drafter.drafting.learned.draft_cache import Levels, ParkedDraft
-from tlt.drafter.drafting.learned.pair_cache import CaughtUp, PairLevels
-from tlt.drafter.drafting.learned.tree_selection import best_nodes, select
+from tlt.drafter.drafting.learned.draft_cache import DraftCache, Levels, ParkedDraft
+from tlt.drafter.drafting.learned.pair_cache import CaughtUp, PairCache, PairLevels
 from tlt.drafter.drafting.learned.vocabulary_choice import VocabularyChoice
+from tlt.drafter.eagle import PackedEagle
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.drafter.shape import training_capture
@@ -318,7 +319,33 @@ class LearnedDrafter(Drafter[LearnedProposal]):
                 pool_index_BF = chosen_BF + pool_size
                 logits_BFV = start.levels.next(token_BC.gather(1, chosen_BF), chosen_BF // width)
             pool_size += frontier * width
-        chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
-        tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
+        chosen_BN = _best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
+        tree = _select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
         cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1) if pool_cells else None
         return LearnedProposal(tree, guesses_BK, self._note(tree, cells_BN, start.discarded))
+
+
+def make_cache(
+    model: PackedDrafter, target: Target, captured_size: int, window: int, max_slots: int
+) -> DraftCache:
+    if isinstance(model, PackedBlock):
+        return BlockCache(model, target, captured_size, window, max_slots)
+    assert isinstance(model, PackedEagle), model
+    return PairCache(model, target, captured_size, window, max_slots)
+
+
+def _best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
+    """Pool indices of the root (0) and the `budget` most confident candidates, in pool order (EAGLE-2). A
+    child is never more confident than its parent, so a chosen node's parent is chosen."""
+    best_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices
+    chosen_BN = best_BN.sort(dim=-1).values + 1
+    return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
+
+
+def _select(tokens_BP: Tensor, parents_BP: Tensor, chosen_BN: Tensor) -> DraftTree:
+    new_index_BP = torch.full_like(tokens_BP, -1)
+    columns_N = torch.arange(chosen_BN.shape[1], device=tokens_BP.device)
+    new_index_BP.scatter_(1, chosen_BN, columns_N.expand_as(chosen_BN))
+    parents_BN = parents_BP.gather(1, chosen_BN)
+    parents_BN[:, 1:] = new_index_BP.gather(1, parents_BN[:, 1:])
+    return DraftTree(tokens_BP.gather(1, chosen_BN), parents_BN)

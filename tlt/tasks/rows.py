@@ -1,4 +1,5 @@
-"""Rows that differ by a seed alone, for environments that begin by it (docs/environments.md)."""
+"""Tasks that score nothing: rows of a file, and rows that differ by a seed alone, for environments that begin
+by it (docs/environments.md)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,21 @@ from tlt.tasks.splits import check_split
 MAX_SEED = 2**31
 
 
+class DataRows:
+    def problems(self, num: int, seed: int, **options: Any) -> list[Record]:
+        if options.get("split") == "test":
+            raise UserError(
+                "task data: makes no held-out problems; give data to evaluation, or "
+                "evaluation.num_problems = 0"
+            )
+        raise UserError(
+            "task data: makes no problems; give a file or dataset of them to [task], or a task.name"
+        )
+
+    def score(self, problem: Record, response_text: str) -> Record:
+        raise UserError("task data: scores nothing; give rewards.functions, or a task.name")
+
+
 class Seeds:
     def problems(self, num: int, seed: int, split: str, **columns: Any) -> list[Record]:
         """Held-out seeds are odd, those of training even. columns: given to the environment."""
@@ -23,4 +39,4 @@ class Seeds:
         raise UserError("task seeds: scores nothing; give an environment.factory with get_reward()")
 
 
-TASK = Seeds()
+DATA, SEEDS = DataRows(), Seeds()
