@@ -28,10 +28,7 @@ def new_packed(shape: DrafterShape, dtype: torch.dtype, device: torch.device | s
 
 
 def pack_drafter(
-    shape: DrafterShape,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    shape: DrafterShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PackedDrafter:
     packed = new_packed(shape, dtype, device)
     packed.load(tensors, version=0)

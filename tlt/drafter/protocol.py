@@ -106,11 +106,7 @@ class Drafter(Drafting, ABC, Generic[P]):
 
     @abstractmethod
     def propose(
-        self,
-        context: DraftContext,
-        strategy: Strategy,
-        noise: DraftNoise,
-        discarded: Sequence[int] = (),
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, discarded: Sequence[int] = ()
     ) -> P:
         """discarded: rows that verify another drafter's draft; `observe` gets its verdicts for them."""
 

@@ -105,11 +105,7 @@ def gelu_of_tanh(x: Tensor) -> Tensor:
     return (wide * 0.5 * (inner.tanh() + 1)).to(x.dtype)
 
 
-ACTIVATIONS: dict[type[nn.Module], Any] = {
-    SiLUActivation: silu,
-    nn.SiLU: silu,
-    GELUTanh: gelu_of_tanh,
-}
+ACTIVATIONS: dict[type[nn.Module], Any] = {SiLUActivation: silu, nn.SiLU: silu, GELUTanh: gelu_of_tanh}
 
 
 class _OwnSigmoid(TorchFunctionMode):

@@ -228,9 +228,7 @@ class Crew(Generic[Job, Result]):
 
 
 def serve(
-    pipe: Connection[Any, Any],
-    begin: Callable[[], Callable[[Any], Any]],
-    refuse: Callable[[Any, str], Any],
+    pipe: Connection[Any, Any], begin: Callable[[], Callable[[Any], Any]], refuse: Callable[[Any, str], Any]
 ) -> None:
     """Answers until the pipe ends. A fork of the user's code that returns here ends, too: its pipe is closed.
 

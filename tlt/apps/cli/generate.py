@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tlt.apps.cli.data import NO_ENVIRONMENT, PromptOptions
-from tlt.apps.cli.engine import (
-    EngineOptions,
-    SamplingOptions,
-    generate_in_order,
-    longest,
-    show_busy,
-)
+from tlt.apps.cli.engine import EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.apps.cli.options import AdapterName, File, ModelName, Written
 from tlt.apps.cli.summary import Summary, log, percent, written
 from tlt.base.config.load import load_environment

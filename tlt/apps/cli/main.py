@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import signal
 import sys
 import traceback
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             traceback.print_exception(error)
             return 70
-        _say(hide(visible(f"error: {' '.join(str(error).split())}")))
+        told = " ".join(_as_given(str(error), arguments).split())
+        _say(hide(visible(f"error: {told}")))
         return 2
     finally:
         if is_ours:
@@ -64,6 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # where stderr cannot be written, only the exit code tells
         print(f"tlt: {line}", file=sys.stderr, flush=True)
+
+
+def _as_given(text: str, arguments: Sequence[str]) -> str:
+    """Paths below the working directory as the user gave them: a configuration makes them absolute."""
+    try:
+        here = f"{os.getcwd()}{os.sep}"
+    except OSError:  # the folder is gone
+        return text
+    if any(here in word for word in arguments):
+        return text
+    return re.sub(rf"(?<![\w./~-]){re.escape(here)}", "", text)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -220,16 +220,7 @@ def _(shape: Areas, plot: figure, chart: Chart) -> list[LegendEntry]:
         if len(shape.x) <= MOST_BARS:
             low, high, own = f"from{place}", f"to{place}", f"own{place}"
             source.data.update({low: bottom, high: top, own: shape.layers[label]})
-            bars = plot.vbar(
-                "x",
-                width,
-                high,
-                low,
-                source=source,
-                line_color=EDGE,
-                line_width=0.3,
-                **look,
-            )
+            bars = plot.vbar("x", width, high, low, source=source, line_color=EDGE, line_width=0.3, **look)
             tips = [("", tip(label)), (chart.x_label, "@x"), (chart.y_label, f"@{own}{{0,0.[000]}}")]
             plot.add_tools(HoverTool(renderers=[bars], tooltips=tips, visible=False))
         else:

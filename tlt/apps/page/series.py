@@ -221,10 +221,7 @@ HEALTH = (
         "Gap between engine and trainer",
         "The difference between both log-probabilities of the same tokens: it should stay near rounding.",
         "nats",
-        {
-            "mean": "update/engine_trainer_logprob_gap",
-            "largest": "update/engine_trainer_logprob_gap_max",
-        },
+        {"mean": "update/engine_trainer_logprob_gap", "largest": "update/engine_trainer_logprob_gap_max"},
         is_log=True,
     ),
     SeriesSpec(

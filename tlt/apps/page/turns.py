@@ -78,12 +78,7 @@ def _coloured(
     text, places = clip(pieces[first:end], most_tokens, most)
     moved = [(first + start, lengths) for start, lengths in places]
     own = [_until(end, draft) for draft in drafts if first <= draft.place < end]
-    return {
-        "text": text,
-        "stretches": moved,
-        "drafts": drafts_within(own, moved, name_of),
-        "tokens": end,
-    }
+    return {"text": text, "stretches": moved, "drafts": drafts_within(own, moved, name_of), "tokens": end}
 
 
 def _until(end: int, draft: DraftOutcome) -> DraftOutcome:

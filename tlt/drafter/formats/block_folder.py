@@ -54,10 +54,7 @@ def block_to_hf(config: BlockShape, dtype: torch.dtype, about: Mapping[str, Any]
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
     }
-    ids = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": [index - 1 for index in config.capture],
-    }
+    ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": [index - 1 for index in config.capture]}
     if config.method == "dflash":
         return described | {"dflash_config": ids}
     return described | ids | _heads(config) | {"num_anchors": 512}  # a training key that DeepSpec requires

@@ -57,12 +57,7 @@ class EaglePreset(Preset):
         return total
 
     def step_loss(
-        self,
-        hidden_ME: Tensor,
-        feature_ME: Tensor,
-        logits_MV: Tensor,
-        target_MV: Tensor,
-        weight_M: Tensor,
+        self, hidden_ME: Tensor, feature_ME: Tensor, logits_MV: Tensor, target_MV: Tensor, weight_M: Tensor
     ) -> Tensor:
         """Mean over the pairs of weight 1, at least one."""
         loss_M = -self.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)

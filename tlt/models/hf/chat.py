@@ -184,12 +184,7 @@ def _check_open(template: ChatTemplate, chat: Chat, place: str, source: str, pro
 
 
 def _render(
-    template: ChatTemplate,
-    chat: Chat,
-    place: str,
-    source: str,
-    messages: Sequence[Message],
-    opens_turn: bool,
+    template: ChatTemplate, chat: Chat, place: str, source: str, messages: Sequence[Message], opens_turn: bool
 ) -> str:
     try:
         return template.render(messages, chat.variables, chat.day, opens_turn=opens_turn)

@@ -28,14 +28,7 @@ from tlt.models.any_config import AnyConfig
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf.config import TOKEN_IDS, config_to_hf, parse_config
 from tlt.models.hf.conversion import Sources, conversion_of
-from tlt.models.hf.files import (
-    CHECKPOINT_FILES,
-    INDEX,
-    WEIGHTS,
-    existing_directory,
-    read_json,
-    write_hf_json,
-)
+from tlt.models.hf.files import CHECKPOINT_FILES, INDEX, WEIGHTS, existing_directory, read_json, write_hf_json
 from tlt.models.hf.text_part import MODULE, NEWEST, in_layout, layout_of, renamed
 from tlt.models.new import new_transformer
 

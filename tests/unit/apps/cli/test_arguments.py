@@ -100,6 +100,18 @@ def test_a_mistake_in_the_arguments_is_one_line(typed: str, capsys: pytest.Captu
     assert fail(capsys, *words) == MISTAKES[typed]
 
 
+def test_a_path_is_shown_as_it_was_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "own.py").write_text("1 / 0")
+    relative, absolute = (
+        fail(capsys, "train", "countdown", "--task.name", f"{name}:TASK")
+        for name in ("own.py", here / "own.py")
+    )
+    assert relative.startswith("task 'own.py:TASK': cannot be imported (ZeroDivisionError")
+    assert "own.py:1)" in relative
+    assert str(here) not in relative
+    assert absolute.startswith(f"task '{here / 'own.py'}:TASK'")
+
+
 USAGE_ERRORS = (
     "train",
     "train countdown --foo 1",
