@@ -54,7 +54,7 @@ class TRLTurns(Conversations):
         """Keeps the responses until TRL asks for them. Returns their first turns' lengths."""
         self._played = [*played]
         self.instances.take_back([_state_of(rollout) for rollout in played])
-        return [_ends_of_turns(rollout)[0] for rollout in played]
+        return [_first_end(rollout) for rollout in played]
 
     def tool_call_loop(
         self,
@@ -85,9 +85,9 @@ class TRLTurns(Conversations):
         return [*rollout.turns.messages, self._writer(rollout).read(rollout.last_turn).message]
 
     def _writer_of(self, rollout: Rollout, row: Mapping[str, Any]) -> Writer:
-        settled = 0 if rollout.turns is None else rollout.turns.num_settled
+        settled, instances = 0 if rollout.turns is None else rollout.turns.num_settled, self.instances
         before = [*rollout.prompt_ids, *rollout.token_ids[:settled]]
-        return Writer(self.trainer, before, self.instances.tools_of(_state_of(rollout)))
+        return Writer(self.trainer, before, instances.tools_in(instances.read(_state_of(rollout))))
 
     def _advance(self, talk: Talk, ends: bool = False) -> None:
         """TRL itself asks for rewards."""
@@ -110,9 +110,9 @@ def mask(rollout: Rollout) -> list[int]:
     return [int(place in drawn) for place in range(len(rollout.token_ids))]
 
 
-def _ends_of_turns(rollout: Rollout) -> list[int]:
-    given = () if rollout.turns is None else rollout.turns.given
-    return [*(first for first, _ in given), len(rollout.token_ids)]
+def _first_end(rollout: Rollout) -> int:
+    given = rollout.turns is not None and rollout.turns.given
+    return given[0][0] if given else len(rollout.token_ids)
 
 
 def _state_of(rollout: Rollout) -> str:
@@ -186,9 +186,6 @@ class Instances:
     def take_back(self, states: Sequence[str]) -> None:
         if self.travel and self.trainer.environments:
             self.trainer.environments = [*map(load, states)]
-
-    def tools_of(self, state: str) -> dict[str, Callable[..., Any]]:
-        return self.tools_in(self.read(state))
 
     def tools_in(self, instance: Any) -> dict[str, Callable[..., Any]]:
         members = () if instance is None else inspect.getmembers(type(instance), inspect.isfunction)

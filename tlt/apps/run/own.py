@@ -66,7 +66,9 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
     choices = choose(Facts(model, data, _look_at_machine(given), longest, len(problems)), given)
     sections = _sections(choices) | {name: sections[name] for name in ("rewards",) if name in sections}
     config = load_config(sections, overrides)
-    rows = data.rows if source is None else _renamed(source, config)
+    rows = data.rows
+    if source is not None:
+        rows = [record for _, record in read_data(replace(source, columns=config.task.columns))]
     return OwnRun(config, choices, given, rows[:_EXAMPLES])
 
 
@@ -110,7 +112,3 @@ def _look_at_machine(given: Mapping[str, Any]) -> MachineFacts:
     num_gpus = 0 if given.get("run.device") == "cpu" else torch.cuda.device_count()
     num_bytes = torch.cuda.get_device_properties(0).total_memory if num_gpus else machine_bytes()
     return MachineFacts(num_gpus, num_cores(), num_bytes)
-
-
-def _renamed(source: DataSource, config: Config) -> list[Record]:
-    return [record for _, record in read_data(replace(source, columns=config.task.columns))]
