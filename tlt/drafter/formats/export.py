@@ -124,8 +124,7 @@ def mismatch(drafter: StoredDrafter, target: DescribedTarget) -> str | None:
         return None
     return (
         f"drafter was trained for policy {trained_for[:12]}, this target is {found[:12]}; responses stay "
-        "right, but "
-        "fewer guesses are accepted: give the policy it was trained for, or train it on"
+        "right, but fewer guesses are accepted: give the policy it was trained for, or train it on"
     )
 
 

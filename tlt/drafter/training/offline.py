@@ -142,10 +142,8 @@ def _warning(acceptance: float | None) -> str | None:
         return None
     return (
         f"this drafter is weak: at most {acceptance:.1%} of its guesses can be accepted, so it will hardly "
-        "speed "
-        "anything up; train it for more epochs, on more responses, or with smaller steps (--epochs, "
-        "--samples, "
-        "--tokens-per-micro-step)"
+        "speed anything up; train it for more epochs, on more responses, or with smaller steps (--epochs, "
+        "--samples, --tokens-per-micro-step)"
     )
 
 

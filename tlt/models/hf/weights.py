@@ -85,9 +85,8 @@ class StoredTensors(Mapping[str, Tensor]):
         if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
             head = self._stored[self._sources["lm_head.weight"].names[0]]
             raise UserError(
-                f"{head.file}: tensor lm_head.weight differs from "
-                "model.embed_tokens.weight although tie_word_embeddings is true; set it to false in "
-                f"{directory / 'config.json'} to keep both"
+                f"{head.file}: tensor lm_head.weight differs from model.embed_tokens.weight although "
+                f"tie_word_embeddings is true; set it to false in {directory / 'config.json'} to keep both"
             )
 
     def __getitem__(self, name: str) -> Tensor:
