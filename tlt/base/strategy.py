@@ -74,10 +74,8 @@ class Strategy:
         name, _, shape = text.rpartition(":")
         parts = shape.split("x")
         if len(parts) != 3 or not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
-            raise UserError(
-                f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as "
-                "4x1x4"
-            )
+            remedy = "give off, adaptive or DEPTHxWIDTHxBUDGET such as 4x1x4"
+            raise UserError(f"speculation: {text!r} is no strategy; {remedy}")
         depth, width, budget = map(int, parts)
         return Strategy(name or drafter, depth, width, budget)
 

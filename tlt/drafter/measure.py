@@ -186,10 +186,8 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
                 f"(their sums are {tally.checksum!r} and {tallies[0].checksum!r}); the average did not arrive"
             )
         if tally.proposed != tallies[0].proposed:
-            raise RuntimeError(
-                f"drafter version {version}: rank {rank} proposes other tokens than rank 0; their choices "
-                "differ"
-            )
+            what = f"rank {rank} proposes other tokens than rank 0; their choices differ"
+            raise RuntimeError(f"drafter version {version}: {what}")
         if not tally.distance <= tolerance:
             raise RuntimeError(
                 f"drafter version {version} did not arrive in rank {rank}'s engine: its outputs are "

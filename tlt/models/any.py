@@ -290,10 +290,9 @@ def _attention(
     assert given.pop("dropout", 0.0) == 0.0, "for_transformers sets it"
     scaling, sliding_window, softcap, sinks_H = (given.pop(name, None) for name in _FORM)
     if unknown := sorted(given.keys() - _IGNORED):
-        raise UserError(
-            f"transformers {version}: {type(module).__name__} asks attention for {', '.join(unknown)}, "
-            "which is not computed here; use an older transformers"
-        )
+        what = f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not computed here"
+        remedy = "use an older transformers"
+        raise UserError(f"transformers {version}: {what}; {remedy}")
     _, num_heads, num_tokens, head_dim = query_1HND.shape
     known = _form(scaling, sliding_window, softcap, head_dim)
     if sinks_H is not None:

@@ -141,10 +141,8 @@ def prepare_records(
     prepared = [(place, _prepare(name, task, place, row, options)) for place, row in records]
     problems = [(place, problem) for place, problem in prepared if problem is not None]
     if records and not problems:
-        raise UserError(
-            f"{records[0][0]}: task {name}: leaves out this row and all others; change task.options, or the "
-            "data"
-        )
+        remedy = "change task.options, or the data"
+        raise UserError(f"{records[0][0]}: task {name}: leaves out this row and all others; {remedy}")
     return [*_once(problems)]
 
 

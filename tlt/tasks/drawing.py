@@ -35,10 +35,9 @@ def draw_alike(place: str, function: str, *arguments: Any) -> Any:
             check=False,
         )
         if done.returncode:
-            raise UserError(
-                f"{place}: the process that draws the problems ended with exit code {done.returncode}; "
-                "correct the task, or take another"
-            )
+            what = f"the process that draws the problems ended with exit code {done.returncode}"
+            remedy = "correct the task, or take another"
+            raise UserError(f"{place}: {what}; {remedy}")
         mistake, drawn = json.loads(done.stdout)
     if mistake:
         raise UserError(mistake)

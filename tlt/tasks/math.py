@@ -35,10 +35,8 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
     column, text = _answer_column(record)
     if find_answer(text, "marked") is None and len(text) > LONGEST_ANSWER:
-        raise UserError(
-            f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {_short(text)}; leave it "
-            "out"
-        )
+        what = f"{_short(text)}; leave it out"
+        raise UserError(f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {what}")
     question, answer = question_of(record), gold_answer(record)
     prompt = (
         {"prompt": template.replace("{question}", question.strip())}
@@ -57,10 +55,8 @@ def is_mathematics(record: Mapping[str, Any]) -> bool:
 def question_of(record: Mapping[str, Any]) -> str | list[Record]:
     column = next((column for column in QUESTION_COLUMNS if record.get(column)), None)
     if column is None:
-        raise UserError(
-            f"task math: no question among the columns {sorted(record)}; name it one of "
-            f"{', '.join(QUESTION_COLUMNS)}"
-        )
+        remedy = f"name it one of {', '.join(QUESTION_COLUMNS)}"
+        raise UserError(f"task math: no question among the columns {sorted(record)}; {remedy}")
     question = record[column]
     if isinstance(question, str):
         return question
@@ -83,10 +79,8 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
     else:
         column, text = next(((c, record[c]) for c in ANSWER_COLUMNS if record.get(c) is not None), ("", None))
     if not column:
-        raise UserError(
-            f"task math: no answer among the columns {sorted(record)}; name it one of "
-            f"{', '.join(ANSWER_COLUMNS)}"
-        )
+        remedy = f"name it one of {', '.join(ANSWER_COLUMNS)}"
+        raise UserError(f"task math: no answer among the columns {sorted(record)}; {remedy}")
     answer = gold_text(text)
     if answer is None or not any(map(str.isalnum, answer)):
         raise UserError(f"task math: {column} is {_short(text)}; it must be text that holds the answer")
@@ -141,10 +135,8 @@ class Math(ExactTask):
     def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
         defaults = {"template": INSTRUCTION, "search": "marked", "other": "refuse"}
         if unknown := set(options) - set(defaults):
-            raise UserError(
-                f"task math: takes no option {min(unknown)!r} with data; known ones are template, search "
-                "and other"
-            )
+            remedy = "known ones are template, search and other"
+            raise UserError(f"task math: takes no option {min(unknown)!r} with data; {remedy}")
         template, search, other = {**defaults, **options}.values()
         _check_options(template, search, other)
         if other == "skip" and not is_mathematics(record):

@@ -84,10 +84,8 @@ def divide(num: int, weights: Sequence[float]) -> list[int]:
 def _mark(problem: Mapping[str, Any], part: MixturePart) -> dict[str, Any]:
     for key in ("task", "scored_by"):
         if key in problem:
-            raise UserError(
-                f"task mixture: problems of {part.label} have a column {key!r}, which the mixture gives; "
-                "rename it"
-            )
+            what = f"problems of {part.label} have a column {key!r}, which the mixture gives; rename it"
+            raise UserError(f"task mixture: {what}")
     return {
         **problem,
         "problem_id": f"{part.label}/{problem['problem_id']}",

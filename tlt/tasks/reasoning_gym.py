@@ -134,10 +134,9 @@ def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[st
                 found.setdefault(
                     entry["question"], Drawn(entry["question"], entry["answer"], {**source, "index": index})
                 )
-    raise UserError(
-        f"task reasoning-gym:{name}: gives only {len(found)} different {split} questions with options "
-        f"{options}; ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
-    )
+    what = f"gives only {len(found)} different {split} questions with options {options}"
+    remedy = "ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
+    raise UserError(f"task reasoning-gym:{name}: {what}; {remedy}")
 
 
 def _generators() -> Mapping[str, Any]:
@@ -157,10 +156,8 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
         if option not in known:
             nearest = difflib.get_close_matches(option, known, n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
-            raise UserError(
-                f"task reasoning-gym:{name}: unknown option {option!r}; {hint}known are "
-                f"{', '.join([*known, *OWN_OPTIONS])}"
-            )
+            remedy = f"{hint}known are {', '.join([*known, *OWN_OPTIONS])}"
+            raise UserError(f"task reasoning-gym:{name}: unknown option {option!r}; {remedy}")
 
 
 def _settings(source: Mapping[str, Any]) -> str:

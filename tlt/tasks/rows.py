@@ -16,10 +16,8 @@ MAX_SEED = 2**31
 class DataRows:
     def problems(self, num: int, seed: int, **options: Any) -> list[Record]:
         if options.get("split") == "test":
-            raise UserError(
-                "task data: makes no held-out problems; give data to evaluation, or "
-                "evaluation.num_problems = 0"
-            )
+            remedy = "give data to evaluation, or evaluation.num_problems = 0"
+            raise UserError(f"task data: makes no held-out problems; {remedy}")
         raise UserError(
             "task data: makes no problems; give a file or dataset of them to [task], or a task.name"
         )

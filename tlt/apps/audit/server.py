@@ -66,10 +66,8 @@ class Unavailable(UserError):
 
 def read_api_key(variable: str) -> str:
     if not (key := os.environ.get(variable, "").strip()):
-        raise UserError(
-            f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that "
-            "name"
-        )
+        remedy = "export the server's API key by that name"
+        raise UserError(f"--api-key-variable: {variable} is not set, or is empty; {remedy}")
     return key
 
 
@@ -100,10 +98,9 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
 def _check_form(server: Endpoint, request: Request) -> None:
     choice = _ask(server, request, 1, None)
     if (ids := read_token_ids(choice, server.url)) is None:
-        raise UserError(
-            f"--url: {server.url} returns no token ids (return_token_ids, vLLM 0.10.2 or later); use a "
-            "server that does, or write its responses to a file for tlt audit responses"
-        )
+        what = f"{server.url} returns no token ids (return_token_ids, vLLM 0.10.2 or later)"
+        remedy = "use a server that does, or write its responses to a file for tlt audit responses"
+        raise UserError(f"--url: {what}; {remedy}")
     if server.with_logprobs:
         read_logprobs(choice, server.url, range(len(ids)))
 
@@ -115,15 +112,13 @@ def _complete_one(server: Endpoint, request: Request, gives_up: threading.Event)
     if not token_ids:
         raise UserError(f"{place}: no token ids were returned; look at the server's log")
     if (length := len(request.prompt_ids) + len(token_ids)) > server.window:
-        raise UserError(
-            f"{place}: {length} tokens with the prompt, and the model's window is {server.window}; "
-            "serve the model that is audited"
-        )
+        what = f"{length} tokens with the prompt, and the model's window is {server.window}"
+        remedy = "serve the model that is audited"
+        raise UserError(f"{place}: {what}; {remedy}")
     if (bad := next((token for token in token_ids if not 0 <= token < server.vocab_size), None)) is not None:
-        raise UserError(
-            f"{place}: token id {shorten(bad)} is outside the vocabulary of {server.vocab_size}; serve the "
-            "model that is audited"
-        )
+        what = f"token id {shorten(bad)} is outside the vocabulary of {server.vocab_size}"
+        remedy = "serve the model that is audited"
+        raise UserError(f"{place}: {what}; {remedy}")
     finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
     places = range(len(token_ids))
     return Rollout(
@@ -165,10 +160,9 @@ def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[floa
     found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     values = found[places.start : places.stop] if isinstance(found, list) else []
     if len(values) < len(places) or not all(type(one) in (int, float) for one in values):
-        raise UserError(
-            f"--url: {url} returns no log-probability of each token (option logprobs, list token_logprobs); "
-            "audit a server that does, or --test law"
-        )
+        what = f"{url} returns no log-probability of each token (option logprobs, list token_logprobs)"
+        remedy = "audit a server that does, or --test law"
+        raise UserError(f"--url: {what}; {remedy}")
     return tuple(map(float, values))
 
 

@@ -268,10 +268,9 @@ class Auditor:
         reasons += [f"{count} {fault}" for fault, count in counted.items() if count]
         if self.num_copies and not reasons:
             counts = f"{self.num_copies} of {len(self.lengths) + self.num_copies}"
-            raise UserError(
-                f"{mode}: {counts} responses repeat another token for token, which chance does not do; "
-                "give every response a seed of its own and every line once"
-            )
+            what = f"{counts} responses repeat another token for token, which chance does not do"
+            remedy = "give every response a seed of its own and every line once"
+            raise UserError(f"{mode}: {what}; {remedy}")
         report = AuditReport(
             mode=mode,
             reasons=tuple(reasons),

@@ -88,10 +88,8 @@ def with_vocabulary(
                 f"--draft-vocab: {wanted} has no place in {name}, whose head is the target's; leave it out"
             )
         if drafter.counts_V is None:
-            raise UserError(
-                f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give "
-                "--responses"
-            )
+            what = f"{wanted} needs counts of tokens, which the drafter's folder lacks; give --responses"
+            raise UserError(f"--draft-vocab: {what}")
     if not has_place or not drafter.config.can_choose or drafter.counts_V is None:
         return drafter
     chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids

@@ -210,8 +210,6 @@ def read_counts(path: Path, vocab_size: int) -> Tensor | None:
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
         is_sound = False
     if not is_sound:
-        raise UserError(
-            f"{path}: does not hold token_ids below {vocab_size} and their counts; remove it, or copy it "
-            "again"
-        )
+        remedy = "remove it, or copy it again"
+        raise UserError(f"{path}: does not hold token_ids below {vocab_size} and their counts; {remedy}")
     return counts_V

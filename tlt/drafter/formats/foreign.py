@@ -77,10 +77,9 @@ def read_fields(path: Path) -> Fields:
     for name in ("policy_hash", "preset"):
         about.text(name)
     if (path / "mask_embedding.pt").is_file() and method_of(fields, {}) in ("dflash", "dspark"):
-        raise UserError(
-            f"drafter {path}: mask_embedding.pt gives the masks an embedding of their own, which is not "
-            "computed here; use a drafter that takes the target's"
-        )
+        what = "mask_embedding.pt gives the masks an embedding of their own, which is not computed here"
+        remedy = "use a drafter that takes the target's"
+        raise UserError(f"drafter {path}: {what}; {remedy}")
     return fields
 
 

@@ -62,10 +62,8 @@ class DrafterTrainer:
             loss.backward()
         value = loss.item()
         if not math.isfinite(value):
-            raise FloatingPointError(
-                f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower "
-                "drafter.learning_rate"
-            )
+            what = f"the loss is {value} after {self.num_tokens} tokens; lower drafter.learning_rate"
+            raise FloatingPointError(f"drafter training: {what}")
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -164,10 +164,9 @@ class TurnWriter:
             if any(sign in text for sign in signs):
                 call = {**FORMATS[name], "repeats": True}
                 return {"start_anchor": "\0", "fields": {"tool_calls": call, "content": _REST}}
-        raise UserError(
-            f"environment: how {self.tokenizer.path} writes calls of tools is not known from its chat "
-            "template; give its tokenizer_config.json a response_template (transformers)"
-        )
+        what = f"how {self.tokenizer.path} writes calls of tools is not known from its chat template"
+        remedy = "give its tokenizer_config.json a response_template (transformers)"
+        raise UserError(f"environment: {what}; {remedy}")
 
     def _between(self, said: Sequence[Message]) -> str:
         """Returns what the template writes after an answer, with the next turn opened. What it rewrites of

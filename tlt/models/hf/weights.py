@@ -133,10 +133,8 @@ def is_finite(tensor: Tensor) -> Tensor:
 def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
     if not is_finite(tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(
-            f"{file}: tensor {name} holds NaN or infinite values as {dtype}; download the checkpoint again, "
-            "or use one from before its training diverged"
-        )
+        remedy = "download the checkpoint again, or use one from before its training diverged"
+        raise UserError(f"{file}: tensor {name} holds NaN or infinite values as {dtype}; {remedy}")
 
 
 def read_safetensors(path: Path | str) -> dict[str, Tensor]:

@@ -121,10 +121,9 @@ class _Agents:
         if self.trace is not None:
             raise UserError(f"verifiers:{self.taskset}: run() begins several conversations; take another one")
         if messages_of(task.data) != messages_of(self.task.data):
-            raise UserError(
-                f"verifiers:{self.taskset}: run() begins with another prompt than the task's, which the "
-                "policy reads; take another one"
-            )
+            what = "run() begins with another prompt than the task's, which the policy reads"
+            remedy = "take another one"
+            raise UserError(f"verifiers:{self.taskset}: {what}; {remedy}")
         if needs := [name for name in ("stop", "intercept") if discover_decorated(task, name)]:
             raise UserError(
                 f"verifiers:{self.taskset}: has @{needs[0]}, which TLT does not have; take another"

@@ -74,10 +74,9 @@ def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
     """Raises UserError where no response could be scored."""
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
-        raise UserError(
-            f"task {task}: none of the {len(rewards)} responses of {where} could be scored; the first says "
-            f"{summary.first_error!r}; correct the task's score, or rewards.functions"
-        )
+        what = f"none of the {len(rewards)} responses of {where} could be scored"
+        remedy = f"the first says {summary.first_error!r}; correct the task's score, or rewards.functions"
+        raise UserError(f"task {task}: {what}; {remedy}")
 
 
 def describe_constant(rewards: Sequence[Reward], where: str) -> list[str]:
