@@ -5,13 +5,11 @@
     block   [anchor, mask, mask, …] at p, p+1, p+2, … ─ embed ─▶ layers ─ norm ─ head ─▶ logits of every slot
 
 The anchor is the last committed token, at position p. The target has not read the anchor yet: the context
-holds the tokens before it, and skips input_layernorm. Slots of a block see each other.
+holds the tokens before it, and skips input_layernorm.
 
     dflash   slot k, from 1 on, proposes token p+k          DFlash (z-lab)
     dspark   slot k, from 0 on, proposes token p+k+1        DSpark (arXiv 2607.05147), which may add a
              Markov head: logits of slot k += W2 W1[the token at p+k]
-
-A mask's embedding is the target's, of an unused token (`mask_token_id`).
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class Sample:
         return self.token_ids_N[index_R]
 
     def overlap(self, logits_RV: Tensor, token_ids: Tensor | None) -> float:
-        """sum over R of sum_v min(p(v), q(v)). token_ids: reduced draft vocabulary, outside of which
-        q is 0."""
+        """token_ids: reduced draft vocabulary, outside of which q is 0."""
         target_RV = self.target_RV if token_ids is None else self.target_RV[:, token_ids]
         return float(torch.minimum(target_RV, distribution(logits_RV, self.temperature)).sum())
 
@@ -198,8 +197,8 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
 def draw_counts(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
     """Returns the number of tokens to measure by the response's index.
 
-    Takes whole responses, the last one cut off, up to `max_tokens`, or `READ_FOR_EACH` times as many with
-    prompts. A response to a one-token prompt is skipped: no pair predicts its first token.
+    Takes whole responses up to `max_tokens`, the last one cut off. A response to a one-token prompt is
+    skipped: no pair predicts its first token.
     """
     counts: dict[int, int] = {}
     left_to_read = READ_FOR_EACH * max_tokens

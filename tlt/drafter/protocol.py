@@ -101,7 +101,7 @@ class Drafter(Drafting, ABC, Generic[P]):
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Layers whose inputs `remember` receives; the number of layers stands for the final features."""
+        """Layers whose inputs `remember` receives (`DrafterShape.capture`)."""
         return ()
 
     @abstractmethod

@@ -121,7 +121,7 @@ class BlockShape(DrafterShape):
 
     @property
     def first_slot(self) -> int:
-        """First slot that proposes. DFlash's anchor proposes nothing."""
+        """DFlash's anchor proposes nothing."""
         return 1 if self.method == "dflash" else 0
 
     @property

@@ -170,7 +170,6 @@ class DraftVocabulary:
         return True
 
     def _best_size(self) -> int:
-        """Keeps the present size unless a change saves more than RESIZE_ABOVE."""
         if len(self.sizes) == 1 or not self.covered:
             return self.sizes[-1]
         costs = {

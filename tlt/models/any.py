@@ -33,10 +33,7 @@ _NAME = "tlt"
 
 
 class AnyTransformer(Policy):
-    """Trainable, with the names of transformers' module; a tied head has no entry.
-
-    checkpoints_activations: whether the backward pass recomputes each layer's activations.
-    """
+    """Trainable, with the names of transformers' module; a tied head has no entry."""
 
     config: AnyConfig
 
@@ -65,7 +62,7 @@ class AnyTransformer(Policy):
                 layer.forward = _checkpointed(layer.forward)
 
     def initialize_buffers(self, device: torch.device) -> None:
-        """Computes what no checkpoint holds: rotary frequencies, scales of embeddings."""
+        """Rotary frequencies, scales of embeddings."""
         module = self.module
         stored = self.state_dict().keys()
         for path, part in self.named_modules():

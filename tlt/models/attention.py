@@ -38,10 +38,7 @@ def takes_no_groups(q: Tensor) -> bool:
 
 
 class PackedCausal:
-    """Causal attention within each sequence of one flat batch.
-
-    No result depends on another sequence.
-    """
+    """Causal attention within each sequence of one flat batch."""
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)

@@ -129,7 +129,6 @@ def _plan(attention: Attend, qkv_NSD: Tensor) -> tuple[Items, Stored | None]:
 
 
 def _chain_items(cached: Cached) -> Items:
-    """An item is a sequence."""
     from tlt.models.triton.attention import EVERYTHING, Items
 
     (B, T), columns_BT = cached.columns_BT.shape, cached.columns_BT

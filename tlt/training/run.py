@@ -199,7 +199,6 @@ class Run:
                 self.files.responses.write(purpose, policy_step=0, number=self.step, phase=phase)
 
     def publish(self, version: int) -> None:
-        """version: updates behind the policy."""
         with self.timeline.span(SpanName.PUBLISH):
             tensors = FullTensors(self.policy, resolve_dtype(self.config.run.dtype, self.world.device.type))
             self.models.engine.load_policy_parts(layer_by_layer(tensors), version)

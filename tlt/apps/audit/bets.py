@@ -1,6 +1,6 @@
 """The bets: distributions q_t, functions of the prefix alone, staked against the target's p_t.
 
-K bets · S tokens judged per step (verdict.py)
+Axes: see verdict.py.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _NUM_OFFENDERS = 10
 class Auditor:
     """Give it all responses in the order of the requests: the order must not depend on their tokens.
 
-    tolerance: nats by which an engine's rounding may move a log-probability.
+    tolerance: nats, as in the bound above.
     limit: token limit of a response; None: the length of the longest response that did not stop.
     seed: of the reference faults' draws.
     """

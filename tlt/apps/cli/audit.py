@@ -193,7 +193,6 @@ def _running(
 
 
 def _relations_of_engine(options: AuditEngine, requests: Sequence[Request]) -> Iterator[Relation]:
-    """All others are compared with the first mode's responses, one at a time."""
     from tlt.apps.audit.trainer import trained_logprobs
     from tlt.engine.build.model import Model
     from tlt.engine.equal_rows import EqualRows

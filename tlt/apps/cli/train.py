@@ -173,7 +173,6 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
 
 
 def _keep_resolved(before: Config, now: Config) -> Config:
-    """Keeps what "auto" resolved to, and commits of repositories that are still named."""
     values = now.model_dump()
     if now.run.dtype == "auto":
         values["run"]["dtype"] = before.run.dtype

@@ -99,7 +99,6 @@ def task_of(run: RunRecords) -> str:
 
 
 def _rate(run: RunRecords) -> float:
-    """Leaves out rollouts with recalled tokens."""
     counts = [
         (one.rollout.num_tokens, one.rollout.seconds) for one in run.steps if not one.rollout.recalled_tokens
     ]

@@ -262,7 +262,6 @@ def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
 
 
 def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
-    """The first way with room to spare, else the first that fits."""
     ways = list(_ways(facts, values))
     tries = [(keys, _plan(facts, dict(values) | keys)) for keys in ways]
     roomy = (keys for keys, run in tries if fits(replace(run, rank_bytes=_filled(run))))

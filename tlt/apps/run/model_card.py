@@ -176,7 +176,6 @@ def _scores(run: FinishedRun) -> dict[str, str | None]:
 
 
 def _named_model(run: FinishedRun) -> str | None:
-    """Returns None for a folder whose card names no model of the hub."""
     if isinstance(run.base, str):
         return run.base.partition("@")[0]
     card = run.base / CARD

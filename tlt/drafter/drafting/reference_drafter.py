@@ -74,9 +74,7 @@ class ReferenceCursor:
     def read(
         self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None
     ) -> None:
-        """tokens: of the whole sequence, prompt included. note: called with each new token's case and
-        agreement.
-        """
+        """tokens: of the whole sequence, prompt included."""
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token
             if self.place < len(self.reference):
@@ -92,7 +90,6 @@ class ReferenceCursor:
         return self.reference[self.place : self.place + num]
 
     def _find_place(self, tokens: Sequence[int]) -> None:
-        """Moves to where most of the last tokens agree; of equals, to the response's own position."""
         if self._index is None:
             self._index = SuffixIndex()
             self._index.extend(self._index.open(self.skip), [*tokens[: self.skip], *self.reference])

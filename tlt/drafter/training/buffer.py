@@ -90,8 +90,6 @@ def is_trainable(rollout: Rollout) -> bool:
 
 
 class TrajectoryBuffer:
-    """At most `max_bytes`, the latest tokens or features last."""
-
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
@@ -108,7 +106,7 @@ class TrajectoryBuffer:
         return sum(len(t.token_ids) for t in self.trajectories)
 
     def add(self, rollout: Rollout, features_TF: Tensor | None = None) -> None:
-        """Skips responses that are not trainable. Features are of `rollout.policy_version`."""
+        """Features are of `rollout.policy_version`."""
         if not is_trainable(rollout):
             return
         token_ids = (*rollout.prompt_ids, *rollout.token_ids)
@@ -180,7 +178,7 @@ class TrajectoryBuffer:
     def sample(self, token_budget: int, policy_version: int) -> PackedBatch | None:
         """Windows that make every token equally likely; None without features of this policy.
 
-        A window predicts a response token. A trajectory that fits the budget is taken whole.
+        A window predicts a response token.
         """
         ready = self.ready(policy_version)
         if not ready:

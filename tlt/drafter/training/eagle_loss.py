@@ -17,7 +17,7 @@ from tlt.models.attention import Unrolled
 
 @dataclass(frozen=True)
 class EaglePreset(Preset):
-    """unrolled_steps: tokens that every pair drafts; from the second on it reads its own hidden state.
+    """unrolled_steps: tokens that every pair drafts.
     step_decay: weight of a step's loss relative to the step before.
     feature_weight: of Smooth L1 between hidden state and feature.
     distribution_weight: of the cross-entropy.

@@ -13,8 +13,6 @@ from tlt.drafter.training.trainer import DrafterTrainer
 
 
 class EngineDrafter(Protocol):
-    """The drafter that the engine drafts with."""
-
     @property
     def vocabulary_choice(self) -> VocabularyChoice | None:
         """None: the draft vocabulary is fixed."""
@@ -29,9 +27,7 @@ class EngineDrafter(Protocol):
 
 
 class Publisher:
-    """average: replaces tensors by their weighted mean over the ranks, and returns the total weight; at 0 it
-    changes nothing.
-    """
+    """average: `average_weighted` over the ranks."""
 
     def __init__(
         self,

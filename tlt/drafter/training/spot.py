@@ -54,8 +54,6 @@ class MicroStepSize:
 
 
 class FeatureRecompute:
-    """Recomputes a trajectory's features a chunk at a time."""
-
     def __init__(self, target: Target, capture: tuple[int, ...], trajectory: Trajectory) -> None:
         self.target, self.capture, self.trajectory = target, capture, trajectory
         self.version, c = target.version, target.config
@@ -117,7 +115,7 @@ class SpotTrainer:
         self.buffer.add(rollout, features_TF)
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Ends by `should_stop()`, called before each micro-step, or when there is nothing to do."""
+        """Ends also when there is nothing to do."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):

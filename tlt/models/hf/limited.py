@@ -101,7 +101,6 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 def _limit(which: int, number: int) -> None:
-    """Never above the user's hard limit."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (number if hard == resource.RLIM_INFINITY else min(number, hard), hard))
 

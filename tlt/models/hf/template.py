@@ -50,8 +50,8 @@ class ChatTemplate:
     ) -> str:
         """Raises TemplateRefusal if the template raises anything.
 
-        day: the date that the template writes; None: today.
-        opens_turn: whether the assistant's turn is opened at the end (add_generation_prompt).
+        day: see `Chat`.
+        opens_turn: transformers' add_generation_prompt.
         """
         now = datetime.now() if day is None else datetime.combine(day, time())
         given = {

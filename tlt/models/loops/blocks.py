@@ -64,7 +64,7 @@ def compiled_multiply(dtype: torch.dtype) -> int:
 
 
 def bfloat16_by() -> str:
-    """What multiplies bfloat16 here. Sums of one differ from another's in their last bits."""
+    """What multiplies bfloat16 here (`equal_rows.multiplied_by`)."""
     return "AMX" if tiles.are_there() else "AVX512_BF16" if _HAS_BFLOAT16 else "float32"
 
 

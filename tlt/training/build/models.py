@@ -48,7 +48,6 @@ class RunModels:
         return {**self.trainer.tensors(), **self.drafter_training.tensors()}
 
     def counters(self) -> dict[str, Any]:
-        """State that all ranks share."""
         return {
             "policy": self.trainer.counters(),
             "drafter": self.drafter_training.counters(),
@@ -56,7 +55,6 @@ class RunModels:
         }
 
     def own_counters(self) -> dict[str, Any]:
-        """State of this rank."""
         tuner, drafter = self.engine.tuner, self.engine.drafter
         return {
             "drafter": self.drafter_training.own_counters(),

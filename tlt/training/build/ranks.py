@@ -58,7 +58,7 @@ def choose_ranks(config: Config) -> RankChoice:
 def ranks_on_cpus(by_cores: int, machine: int, each: int, num_problems: int) -> RankChoice:
     """As many ranks as cores, memory and problems carry, at least one.
 
-    machine: bytes of memory; caches take their share (engine/memory.py).
+    machine: bytes of memory.
     each: bytes that a rank always holds.
     num_problems: of a step.
     """

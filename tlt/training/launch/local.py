@@ -130,7 +130,6 @@ def _run_rank(
     launcher: int,
     meeting: socket.socket,
 ) -> None:
-    """meeting: the open port of the ranks' store."""
     os.environ.update(environ)
     rank = int(environ["RANK"])
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Runs the ranks as actors on an existing Ray cluster, and restarts all of them if one has died.
+"""Runs the ranks as actors on an existing Ray cluster.
 
     driver ── placement group ─┬─ actor on node a: rank 0: entry(argument, stop)
        ▲                       ├─ actor on node a: rank 1

@@ -171,8 +171,6 @@ def _listen(stop: StopRequest, launcher: int, grace_seconds: float = GRACE_SECON
 
 
 class Supervisor:
-    """Starts ranks, waits for their end, and hears SIGINT and SIGTERM meanwhile."""
-
     def __init__(self, grace_seconds: float, go_on: str = "") -> None:
         self.stop = SharedStop()
         self.has_killed = False

@@ -215,7 +215,7 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
     weight; at 0 nothing changes.
 
     A rank of weight 0 adds nothing, not even its NaNs; a rank with all the weight passes its tensors on bit
-    for bit. All travel as one bucket, float64 if any is, else float32.
+    for bit.
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "not all tensors are floating-point"

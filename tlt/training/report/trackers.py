@@ -128,8 +128,6 @@ class Accelerated:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown within a response is escaped."""
-
     def line(cells: Sequence[Any]) -> str:
         texts = (html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
         return f"| {' | '.join(texts)} |"

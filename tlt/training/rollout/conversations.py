@@ -3,7 +3,7 @@
     engine ─▶ take ─▶ a call, one at a time ─▶ workers ─▶ collect ─▶ the turn's tokens ─▶ journal ─▶ engine
                 └─▶ without a call: `respond`, else the response has ended ─▶ `get_reward` ─▶ collect
 
-Drawn tokens are never encoded again. A turn is written down before it is used, and never asked for again.
+A turn is written down before it is used, and never asked for again.
 """
 
 from __future__ import annotations
@@ -202,7 +202,6 @@ class Conversations(BetweenTurns):
         )
 
     def _go_on(self, talk: Talk) -> Request | None:
-        """None: no room for another turn."""
         rollout = talk.rollout
         said = self._writer(rollout).append(rollout.last_turn, talk.said)
         first, end = len(rollout.token_ids), len(rollout.token_ids) + len(said)

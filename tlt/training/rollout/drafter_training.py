@@ -155,7 +155,6 @@ class LearnedDrafterTraining(DrafterTraining):
     def _publish_measured(
         self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float
     ) -> DrafterCheck:
-        """Reads nothing if no rank trained and acceptance is not due."""
         is_due = self._num_checks % self.check_every == 0
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")  # differs by rank and by step
         self._num_checks += 1
@@ -180,8 +179,7 @@ class LearnedDrafterTraining(DrafterTraining):
         return to_check(tallies, self.version, training)
 
     def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> tuple[bool, str]:
-        """A failure on any rank undoes the step's training on all. Returns (whether a version was published,
-        `DrafterCheck.training`)."""
+        """Returns (whether a version was published, `DrafterCheck.training`)."""
         if self.publisher is None:
             return False, "off"
         version = max(state.version for state in states)

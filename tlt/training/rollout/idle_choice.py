@@ -92,8 +92,6 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Older phases fade."""
-
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
     offered_tokens: float = 0.0

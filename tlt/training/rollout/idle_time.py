@@ -24,8 +24,6 @@ _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 
 @dataclass(frozen=True)
 class IdleWork:
-    """training: of the drafter."""
-
     ahead: Ahead = NO_AHEAD
     training: DrafterTraining = NO_TRAINING
     plan: IdlePlan = field(default_factory=IdlePlan)
@@ -120,7 +118,6 @@ class IdleTime:
 
 
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
-    """num_offered: tokens generated ahead for this phase."""
     stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),

@@ -7,7 +7,6 @@
                      all done?  ◀─ poll between (micro-)steps ─  idle time: generate ahead, train the drafter
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters, and measure
-                        │    (reward functions first get the groups that finished on several ranks)
                         │
                      another round, of other problems, if dynamic sampling asks for it (dynamic.py)
 
@@ -84,7 +83,7 @@ class RolloutPhase:
         """Every rank passes the same arguments and gets the same result. Raises StopRequested on all ranks
         when one was asked to stop.
 
-        dynamic_sampling: replaces groups without a gradient; None: all groups stay.
+        dynamic_sampling: None: all groups stay.
         """
         self._begin(idle_work)
         rounds: list[Round] = []
@@ -290,7 +289,6 @@ class RolloutPhase:
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Offers help to busy replicas, unless responses wait here for their next turn."""
         between_turns = self.sinks.between_turns
         if self.should_stop() or between_turns.has_news:
             return True

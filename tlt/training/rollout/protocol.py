@@ -85,7 +85,7 @@ class Recalled:
 
 
 class Journal:
-    """A restarted run does not generate again what it holds. This base holds nothing."""
+    """A restarted run does not generate again what it holds."""
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         """Every rank passes the same arguments. phase: unique among the run's phases."""
@@ -105,7 +105,7 @@ class Journal:
 
 
 class BetweenTurns:
-    """Responses between two turns, out of the engine. This base has none: every response is whole."""
+    """Responses between two turns, out of the engine."""
 
     lets_go_on = False
     """Whether a response that ends at a stop may have further turns."""
@@ -120,7 +120,6 @@ class BetweenTurns:
 
     @property
     def is_waiting(self) -> bool:
-        """Responses of this replica are between two turns."""
         return False
 
     @property
@@ -148,8 +147,6 @@ class Sinks:
 
 
 class DrafterTraining:
-    """This base does nothing: for evaluations, and without a learned drafter."""
-
     @property
     def version(self) -> int:
         return 0

@@ -38,7 +38,6 @@ def progress_of(
 
 @contextmanager
 def watching(heartbeats: Heartbeats, num_responses: int, show: Show | None) -> Iterator[None]:
-    """show: None on all ranks but the leader."""
     if show is None:
         yield
         return

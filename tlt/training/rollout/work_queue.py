@@ -203,7 +203,6 @@ class WorkQueue:
         self._asks_at = float("-inf")
 
     def _has_own(self) -> bool:
-        """Once none is left, the store is no longer asked."""
         if self._next < self._num_units:
             self._next = self.store.add("next", 0)
         return self._next < self._num_units
@@ -216,7 +215,6 @@ class WorkQueue:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Returns False if another replica was first."""
         self._queue, has_moved = self._compare_set("queue", self._queue, f"{first}/{total}")
         return has_moved
 

@@ -193,7 +193,6 @@ class CheckpointWriter:
 def _write_share(
     folder: Path, parts: Mapping[str, TensorPiece], own: Mapping[str, Any], rank: int
 ) -> _Report:
-    """A failure is reported, not raised."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{rank:05d}"

@@ -59,7 +59,7 @@ _STEPS = 32
 
 class FileJournal(Journal):
     """saved: returns the latest whole checkpoint.
-    follows: digest of the checkpoint before. Files that follow neither are removed, and `say` gets a line.
+    follows: digest of the checkpoint before.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class FileJournal(Journal):
                 self.note_turn(response.to_request())
 
     def note_turn(self, request: Request) -> None:
-        """Skips a response whose environment has a state: it is a pickle, and none is read from a file."""
+        """Skips a response whose environment has a state (`_turns_of`)."""
         if request.turns is not None and request.turns.state:
             return
         response_id = id_of(request)
@@ -120,7 +120,6 @@ class FileJournal(Journal):
         self._written[response_id] = len(request.token_ids)
 
     def _new_routes(self, so_far: Request) -> list[str] | None:
-        """Of the tokens read since this response was last written."""
         if so_far.routes is None:
             return None
         first = self._routed.get(id_of(so_far), 0)

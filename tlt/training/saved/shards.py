@@ -110,8 +110,7 @@ def parts_of(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def split_rows(
     sizes: Mapping[str, tuple[int, int]], rank: int, world_size: int
 ) -> dict[str, tuple[int, int]]:
-    """[first, end) rows of tensors given as (rows, bytes), laid end to end and cut into `world_size` equal
-    stretches."""
+    """[first, end) rows of this rank's stretch, of tensors given as (rows, bytes)."""
     ends = list(accumulate(num_bytes for _, num_bytes in sizes.values()))
     borders = [ends[-1] * k // world_size for k in (rank, rank + 1)] if ends else []
 

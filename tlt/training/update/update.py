@@ -6,7 +6,7 @@
                                 AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
 Log-probabilities are recomputed; the engine's serve only the reported gap and an optional importance
-correction. Neither the order of the rollouts nor the rank that generated them can change a weight.
+correction.
 
 The loss divisor is known before the first forward, so partial gradients add up. A minibatch without a token
 in the loss takes no optimizer step: old moments would move the weights.
@@ -90,7 +90,6 @@ class PolicyTrainer:
         is. `BaseOf(model)` where adapters alone are trained.
     rows: the engine's copy of `model`, whose numbers stand for the model's own; `reference` is such a copy,
         too. None: the model's own numbers count.
-    initial_digest: of the initial weights.
     """
 
     def __init__(
@@ -200,7 +199,6 @@ class PolicyTrainer:
         return self.algorithm_section.epochs * self.algorithm_section.minibatches == 1
 
     def _routes(self) -> Routes | None:
-        """None: a model without experts."""
         return Routes(self.model, self.device) if self.model.config.num_experts else None
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -279,7 +277,6 @@ class PolicyTrainer:
         reference: Mapping[MicroBatch, Frozen],
         routes: Routes | None,
     ) -> Totals:
-        """Of a minibatch, over all ranks. lengths: of its responses, in the loss."""
         divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
         last = next((batch for batch in reversed(share) if batch.needs_grad), None)
         totals = Totals()

@@ -1,9 +1,8 @@
 """EAGLE's cache of pairs, and its levels.
 
-    feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1;
-                eagle3: fc(residual sums of three of the target's layers at t)
+    feature t   the target's last hidden state at position t, of which lm_head makes the logits of token t+1
     pair t      (token t+1, feature t): the drafter's input. Feature t leaves open which token was drawn.
-    output t    imitates feature t+1. So lm_head of it proposes token t+2 (eagle3: of it behind its own norm).
+    output t    imitates feature t+1. So lm_head of it proposes token t+2.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root)
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
