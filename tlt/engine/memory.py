@@ -80,7 +80,6 @@ class CacheMemory:
         return self._make_room(num_slots, self._longer(length))
 
     def _make_room(self, num_slots: int, length: int) -> bool:
-        """Forgets parked sequences, the oldest first, until the slots fit; False: they never do."""
         if not self.budget.fits(num_slots, length):
             return False
         while not self._beside_parked.fits(num_slots, length):
@@ -89,7 +88,6 @@ class CacheMemory:
 
     @property
     def _beside_parked(self) -> Budget:
-        """The budget less the bytes of parked sequences."""
         most = self.budget.max_bytes
         return Budget(None if most is None else most - self.parking.num_bytes, self.slot_bytes)
 

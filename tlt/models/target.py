@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    """Receives rotated queries, keys and values, S = H + 2K heads; returns [N, H·D]."""
+    """See `decoder.Attend`."""
 
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor: ...
 

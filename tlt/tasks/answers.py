@@ -43,7 +43,6 @@ def _last_boxed(text: str) -> tuple[int, str | None]:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """Returns None if the brace is never closed. Escaped braces are text."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":

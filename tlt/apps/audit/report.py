@@ -70,8 +70,6 @@ class AuditReport:
 
     @property
     def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
-        """It is undecided where tokens are too few to find a reference fault, responses are missing, or an
-        estimate speaks against the engine."""
         if self.is_convicted:
             return "not lossless"
         is_whole = self.has_enough_tokens and not self.num_missing

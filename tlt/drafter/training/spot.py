@@ -41,7 +41,6 @@ class MicroStepSize:
         self.seconds_per_token: float | None = None
 
     def num_tokens(self, step_seconds: float | None) -> int:
-        """Tokens that fit MICRO_STEP_SHARE; MIN_TOKENS while durations are unknown."""
         fitting = 0
         if step_seconds is not None and self.seconds_per_token is not None:
             fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)

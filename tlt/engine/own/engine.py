@@ -224,8 +224,6 @@ class RolloutEngine(RolloutBackend):
         self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
 
     def _preempt(self) -> None:
-        """Requeues the sequences that are cheapest to prefill again, until the others have room for a
-        token."""
         running = self.running
         while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
             (request,) = self.withdraw([self.scheduler.cheapest()])

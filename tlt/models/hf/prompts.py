@@ -105,7 +105,6 @@ def _is_begun(record: Record) -> bool:
 def encode_prompt(
     record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN
 ) -> tuple[int, ...]:
-    """record: has exactly one of `PROMPTS`."""
     if record.get("images"):
         raise UserError(f"{place}: has images, which a text model does not read; leave that row out")
     kinds = [kind for kind in PROMPTS if record.get(kind) is not None]

@@ -276,7 +276,6 @@ def save_model(
 def _described(
     origin: Path | None, config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Takes the original's config.json if it describes the same model, else our own with its token ids."""
     file = None if origin is None else origin / "config.json"
     known = read_json(file) if file is not None and file.exists() else {}
     if isinstance(config, AnyConfig) and not config.is_text_part:

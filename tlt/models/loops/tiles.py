@@ -128,8 +128,7 @@ _NUMBERS = types.UniTuple(types.int64, 8)  # type: ignore[no-untyped-call]
 
 
 def _type_block(typing_context, kind, numbers):  # type: ignore
-    """A function of 8 · tiles of rows + panels, and of (x's address and stride in bytes, weights' address,
-    steps, out's address and stride, whether to add, rows)."""
+    """As `blocks._block`, of tiles of rows; strides are in bytes, and the number of rows comes last."""
 
     def generate(context, builder, signature, values):  # type: ignore
         kind, numbers = values

@@ -206,7 +206,7 @@ class RewardPool:
         self.close()
 
     def _next(self, timeout: float) -> dict[ResponseId, Reward]:
-        """Leaves out abandoned responses. Raises Empty."""
+        """Raises Empty."""
         job, result = self._crew.get(timeout)
         rewards: dict[ResponseId, Reward] = {}
         for number, (response_id, response) in enumerate(

@@ -294,7 +294,6 @@ def _unscored(response: Completion, error: BaseException) -> Reward:
 
 
 def _offer(group: Sequence[Completion], logged: dict[str, list[float]]) -> dict[str, Any]:
-    """A column is None where a problem lacks it. `log_extra` does nothing."""
     problems = [response.problem for response in group]
     prompts = [_prompt_of(problem) for problem in problems]
     columns = [key for key in dict.fromkeys(chain(*problems)) if key not in NOT_COLUMNS]

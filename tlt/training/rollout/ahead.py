@@ -108,7 +108,6 @@ class AheadOfPolicy(Ahead):
         return max(lengths.get(request.problem_id, 0.0), 0.0 if known is None else len(known.token_ids))
 
     def _next(self, room: int) -> list[Request]:
-        """This replica's stopped requests, then new ones, then unfinished ones of other replicas."""
         taken = [self._own.popleft() for _ in range(min(room, len(self._own)))]
         room -= len(taken)
         assert self._queue is not None, "begin comes first"

@@ -107,7 +107,6 @@ class LearnedDrafterTraining(DrafterTraining):
             self.spot.add(finished.rollout, finished.captured_TF)
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """A non-finite number ends the training of this step."""
         if self.spot is None or self._failure:
             return DrafterReport()
         try:

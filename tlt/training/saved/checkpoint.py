@@ -121,8 +121,7 @@ class CheckpointWriter:
         self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copies the state and begins to write it; a saved step is skipped. Raises the previous checkpoint's
-        failure."""
+        """Raises the previous checkpoint's failure."""
         self.wait()
         if self.saved.digest and checkpoint.step == self.saved.step:
             return

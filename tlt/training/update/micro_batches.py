@@ -128,8 +128,7 @@ def _deal(
     prompts: Sequence[float],
     num_parts: int,
 ) -> tuple[float, Shares]:
-    """Greedy: the costliest parts first, each to the rank whose load with it is least. Returns (largest load,
-    items by rank)."""
+    """Greedy. Returns (largest load, items by rank)."""
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))

@@ -1,8 +1,4 @@
-"""Two estimates, which affect speed alone.
-
-Calibration    how likely a drafted candidate is to be accepted
-TauSearch      the coupling temperature to rank candidates with
-"""
+"""Estimated acceptance (Calibration) and coupling temperature (TauSearch), which affect speed alone."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ class DraftCache(ABC):
     def draft_chain(
         self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Drafts in one call of compiled loops, as `CompiledChain.draft`; None: a chain is drafted level by
-        level."""
+        """As `CompiledChain.draft`; None: a chain is drafted level by level."""
         return None
 
     def admit(self, slot: int) -> None:
@@ -108,7 +107,6 @@ class DraftCache(ABC):
         return ParkedDraft(features_CF, self.firsts[slot], count, entries, self.model.num_loads)
 
     def unpark(self, slot: int, parked: ParkedDraft) -> None:
-        """Later weights have the entries computed again from the features."""
         self.history.copy_in(slot, parked.features_CF)
         self.firsts[slot], self.counts[slot] = parked.first, 0
         if parked.count and parked.num_loads == self.model.num_loads:

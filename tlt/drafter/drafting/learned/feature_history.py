@@ -55,8 +55,7 @@ class FeatureHistory:
             self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Keeps T positions from starts[b] on. The next position of the same sequences is queued; anything
-        else is copied at once."""
+        """Keeps T positions from starts[b] on."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)

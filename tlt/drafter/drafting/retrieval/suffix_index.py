@@ -1,7 +1,4 @@
-"""An index of one problem's texts, which finds where the last tokens occurred before.
-
-anchor: the last 10 or 4 tokens ─▶ its latest occurrences ─▶ how far each matches backwards
-"""
+"""An index of one problem's texts, which finds where the last 10 or 4 tokens (an anchor) occurred before."""
 
 from __future__ import annotations
 
@@ -111,7 +108,6 @@ class SuffixIndex:
         self._unread.clear()
 
     def close(self, text: int) -> None:
-        """Beyond `_MAX_TEXTS` the oldest complete texts are forgotten."""
         self._open.remove(text)
         num_surplus = max(len(self.texts) - _MAX_TEXTS, 0)
         for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
