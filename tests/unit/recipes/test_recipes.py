@@ -3,12 +3,16 @@ works."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tlt.apps.cli.commands import COMMANDS, find_command
 from tlt.apps.cli.main import main
+from tlt.apps.cli.options import parse_options
 from tlt.base.config.load import load_config
 from tlt.base.io.recipes import copy_recipe, find_config, find_recipe, list_configs
 from tlt.base.types import UserError
@@ -93,6 +97,21 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
     assert config.model.path == tmp_path / "a" / "mine" / "base"
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
+
+
+def test_a_copy_of_qwen_brings_the_script_that_makes_its_drafter(tmp_path: Path) -> None:
+    copy_recipe("qwen2.5-0.5b", tmp_path / "mine")
+    recorder = tmp_path / "tlt"
+    recorder.write_text('#!/usr/bin/env bash\nprintf "%s\\t" "$@" >> commands; echo >> commands\n')
+    recorder.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", "drafter.sh", "data"]
+    subprocess.run(script, cwd=tmp_path / "mine", env=environment, check=True)
+    asked = [line.split("\t")[:-1] for line in (tmp_path / "mine" / "commands").read_text().splitlines()]
+    commands = [find_command(words) for words in asked]
+    assert [name for name, _ in commands] == ["task", "generate", "drafter train"]
+    for name, words in commands:
+        parse_options(name, COMMANDS[name].options, words)
 
 
 @pytest.mark.parametrize(
