@@ -143,10 +143,10 @@ def logprob_gap(name: str, dtype: torch.dtype) -> float:
 def adapter_gap(name: str) -> float:
     """Returns how far the engine's logits, with the adapters of every matrix merged, are from the update's."""
     policy = make_policy(name)
-    engine = AnyTarget(config_of(name), torch.float64)
-    engine.load(dict(FullTensors(policy, torch.float64)), 1)
+    target = AnyTarget(config_of(name), torch.float64)
+    target.load(dict(FullTensors(policy, torch.float64)), 1)
     with torch.no_grad():
-        return (logits_of(engine.target) - logits_of(policy)).abs().max().item()
+        return (logits_of(target.model) - logits_of(policy)).abs().max().item()
 
 
 def gradient_error(name: str) -> float:

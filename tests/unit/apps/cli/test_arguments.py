@@ -100,7 +100,10 @@ def test_a_mistake_in_the_arguments_is_one_line(typed: str, capsys: pytest.Captu
     assert fail(capsys, *words) == MISTAKES[typed]
 
 
-def test_a_path_is_shown_as_it_was_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_is_shown_as_it_was_given(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (here / "own.py").write_text("1 / 0")
     relative, absolute = (
         fail(capsys, "train", "countdown", "--task.name", f"{name}:TASK")
