@@ -30,10 +30,10 @@ from tlt.training.build.models import build_drafter_training
 from tlt.training.build.policy import build_policy_trainer, reward_spec
 from tlt.training.build.problems import chat_format, load_problems
 from tlt.training.build.run_engine import engine_settings
+from tlt.training.idle.work import IdleWork
 from tlt.training.live import prompt_name
 from tlt.training.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work_queue import connect_work_queue

@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "rewards": (["tlt/tasks/equivalence.py", "tlt/tasks/rewards/scoring.py"], ["tests/unit/tasks"]),
     "update": (["tlt/training/update"], ["tests/unit/training/update"]),
     "rollout": (["tlt/training/rollout"], ["tests/unit/training/rollout"]),
+    "idle": (["tlt/training/idle"], ["tests/unit/training/idle", "tests/unit/training/rollout"]),
     "law": (["tlt/speculation/law"], [LAW]),
     "engine": (["tlt/engine/own"], ["tests/unit/engine/own", LAW]),
     "drafting": (["tlt/drafter/drafting"], ["tests/unit/drafter", LAW]),

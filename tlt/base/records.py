@@ -204,7 +204,7 @@ class RolloutRecord:
 @dataclass(frozen=True)
 class SpeedupPair:
     """A few responses that the leader generated twice, with speculation and without
-    (training/rollout/speedup_pair.py); defaults: nothing was measured in this step.
+    (training/speedup.py); defaults: nothing was measured in this step.
 
     speedup: tokens per second with speculation / without, prefills excluded.
     num_responses: initial batch size: the average of the step's rollout.

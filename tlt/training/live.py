@@ -46,11 +46,12 @@ from tlt.models.hf.prompts import read_ids
 from tlt.models.hf.tokenizer import check_prompt
 from tlt.models.hf.weights import expected_shapes
 from tlt.training.build.models import build_drafter_training
+from tlt.training.idle.protocol import NO_TRAINING
+from tlt.training.idle.work import IdleWork, build_idle_choice
 from tlt.training.ranks.world import gather_objects, join_process_group, shutdown
 from tlt.training.report.timeline import Timeline, shared_epoch
-from tlt.training.rollout.idle_time import IdleWork, build_idle_choice, facts_of
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import NO_TRAINING, BetweenTurns, Sinks
+from tlt.training.rollout.protocol import BetweenTurns, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work_queue import connect_work_queue
 
@@ -194,7 +195,7 @@ class LiveRollouts:
             idle_work = IdleWork(training=training, plan=self._idle_choice.plan(self._num_calls))
             self.latest = self._phase.answer(problems, list(groups.values()), label, idle_work)
             if purpose == "rollout":
-                self._idle_choice.observe(facts_of(self.latest), self.latest.slowdown)
+                self._idle_choice.observe(self.latest.idle_facts(), self.latest.slowdown)
         except BaseException:  # such as Ctrl-C in a notebook: the next call begins anew
             self.engine.abort()
             self._phase.queue.abandon()

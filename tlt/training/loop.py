@@ -22,16 +22,16 @@ from tlt.tasks.rewards.pool import check_scorable, describe_constant
 from tlt.training.build.layout import join_ranks
 from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.evaluate import evaluate, settle_best
+from tlt.training.idle.ahead import AheadOfPolicy
+from tlt.training.idle.protocol import NO_AHEAD, Ahead
+from tlt.training.idle.work import IdleWork
 from tlt.training.ranks.store import share_stop
 from tlt.training.ranks.waiting import naming_absent_ranks, on_leader
 from tlt.training.ranks.world import Rendezvous, broadcast_json, gather_objects, shutdown
 from tlt.training.record import record
 from tlt.training.report.words import near
-from tlt.training.rollout.ahead import AheadOfPolicy
 from tlt.training.rollout.dynamic import DynamicSampling
-from tlt.training.rollout.idle_time import IdleWork, facts_of
 from tlt.training.rollout.phase import StopRequested
-from tlt.training.rollout.protocol import NO_AHEAD, Ahead
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run
 from tlt.training.run_products import write_evaluation, write_products
@@ -101,7 +101,7 @@ def sample(run: Run) -> PhaseResult:
     phase = run.phase.run(problems, num_samples, params, "rollout", run.step, idle_work, dynamic_sampling)
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
-    run.models.idle_choice.observe(facts_of(phase, idle_work.ahead.num_offered, steps_left), phase.slowdown)
+    run.models.idle_choice.observe(phase.idle_facts(idle_work.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 

@@ -24,8 +24,8 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.drafter.vocabulary import DraftVocabulary
+from tlt.training.idle.drafter_training import LearnedDrafterTraining, Ranks, RankState
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks, RankState
 
 
 def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:

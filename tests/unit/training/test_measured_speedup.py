@@ -16,7 +16,6 @@ from tlt.training import speedup
 from tlt.training.launch.signals import StopRequest
 from tlt.training.loop import describe_run, main
 from tlt.training.report.step_record import StepRecord, read_metrics
-from tlt.training.rollout import speedup_pair as pairs
 from tlt.training.speedup import is_pair_due
 
 __all__ = ["base"]
@@ -38,7 +37,7 @@ def steps_of(base: Path, out_dir: Path, *given: Any) -> list[StepRecord]:
 def test_a_run_that_measures_its_speedup_is_token_for_token_the_run_that_does_not(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pairs, "MAX_SHARE", 100.0)
+    monkeypatch.setattr(speedup, "MAX_SHARE", 100.0)
     monkeypatch.setattr(speedup, "MIN_TOKENS", 1)
     measured = steps_of(base, tmp_path / "measured", 2)
     said = " ".join(capsys.readouterr().out.split())

@@ -25,12 +25,12 @@ from tlt.models.equal_rows import multiplied_by
 from tlt.training.build.layout import engine_dtype, layout_of
 from tlt.training.build.policy import build_policy_trainer
 from tlt.training.build.run_engine import engine_settings
+from tlt.training.idle.choice import IdleChoice
+from tlt.training.idle.drafter_training import LearnedDrafterTraining, Ranks
+from tlt.training.idle.protocol import DrafterTraining
+from tlt.training.idle.work import build_idle_choice
 from tlt.training.ranks.world import World, average_weighted, broadcast_json, gather_objects, refuse_together
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks
-from tlt.training.rollout.idle_choice import IdleChoice
-from tlt.training.rollout.idle_time import build_idle_choice
-from tlt.training.rollout.protocol import DrafterTraining
 from tlt.training.update.update import PolicyTrainer
 
 

@@ -23,14 +23,13 @@ from tlt.base.spans import SpanName
 from tlt.base.types import Finished, Problem, Purpose, Request, SamplingParams, id_of, in_order
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
+from tlt.training.idle.slowdown import SlowdownSums, add_up, sums_of
+from tlt.training.idle.work import IdleTime, IdleWork
 from tlt.training.ranks.world import World, any_rank, gather_objects
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.ahead_queue import AheadQueue
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
-from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, gathered_groups, join_rounds
-from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.training.rollout.watch import Show, progress_of, watching
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 from tlt.training.rollout.work_queue import WorkQueue
@@ -163,7 +162,7 @@ class RolloutPhase:
     ) -> Round:
         recalled = self.sinks.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self.queue.begin(name, len(recalled.requests))
-        idle_work.ahead.begin(AheadQueue(self.queue.store))
+        idle_work.ahead.begin(self.queue.store)
         start = self.timeline.clock()
         problems = [group.problem for group in asked]
         work = ReplicaWork(self.queue, recalled.requests)

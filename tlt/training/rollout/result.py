@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,9 @@ from tlt.base.records import (
 )
 from tlt.base.types import Request, ResponseId, Reward, Rollout, id_of
 from tlt.engine.stats import EngineStats
+from tlt.training.idle.choice import IdleFacts, Worth
+from tlt.training.idle.slowdown import SlowdownSums
 from tlt.training.rollout.dynamic import Group, GroupRequest, flatten
-from tlt.training.rollout.idle_choice import Worth
-from tlt.training.rollout.slowdown import SlowdownSums
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,22 @@ class PhaseResult:
             cost={use.value: one.cost for use, one in worth.items()},
             ahead_seconds=sum(replica.ahead.seconds for replica in self.replicas),
             ahead_tokens=sum(replica.ahead.num_tokens for replica in self.replicas),
+        )
+
+    def idle_facts(self, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
+        stats, check, seconds = self.stats, self.check or DrafterCheck(), self.seconds
+        return IdleFacts(
+            ahead_tokens=sum(replica.ahead.num_tokens for replica in self.replicas),
+            ahead_seconds=sum(replica.ahead.seconds for replica in self.replicas),
+            offered_tokens=num_offered,
+            won_seconds=stats.won_seconds if stats.predicted_seconds else None,
+            rollout_seconds=seconds,
+            busy_ranks=len(self.replicas) - self.idle_seconds / seconds,
+            train_seconds=sum(replica.drafter.seconds for replica in self.replicas),
+            publish_seconds=check.publish_seconds,
+            acceptance_before=check.before,
+            acceptance=check.acceptance,
+            steps_left=steps_left,
         )
 
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from tlt.base.records import IdleUse
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
+from tlt.training.idle.work import IdleTime
 from tlt.training.ranks.heartbeats import Heartbeats
 from tlt.training.report.progress import Doing, PhaseProgress, ReplicaProgress
-from tlt.training.rollout.idle_time import IdleTime
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork
 
 WATCH_SECONDS = 1.0

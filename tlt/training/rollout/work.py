@@ -23,7 +23,8 @@ from tlt.base.types import (
     write_routes,
 )
 from tlt.engine.backend import RolloutBackend
-from tlt.training.rollout.protocol import DrafterTraining, Recalled, Sinks
+from tlt.training.idle.protocol import DrafterTraining
+from tlt.training.rollout.protocol import Recalled, Sinks
 from tlt.training.rollout.work_queue import WorkQueue
 
 

@@ -11,8 +11,8 @@ The keys of a phase, under its number:
     open      units added minus units finished; all is done when num_units + open == 0
     help      "R,S#replica.serial": idle replicas that offer help; changes by compare_set alone
     load/U    number of parts of unit U, handed over by a replica; the parts are load/U/0, 1, …
-    ahead…    see ahead_queue.py
-    beat/R    see heartbeats.py
+    ahead…    see idle/ahead_queue.py
+    beat/R    see ranks/heartbeats.py
 
 Outside of phases `at/R` holds replica R's phase.
 """
@@ -26,9 +26,9 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
+from tlt.training.idle.ahead_queue import AheadQueue
 from tlt.training.ranks.heartbeats import Heartbeats, ReplicaTimeout
 from tlt.training.ranks.store import ABSENT, clone, read_now
-from tlt.training.rollout.ahead_queue import AheadQueue
 
 POLL_SECONDS = 0.002
 IDLE_SHARE, MAX_POLL_SECONDS = 0.01, 0.01

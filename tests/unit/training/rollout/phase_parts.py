@@ -27,10 +27,10 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.tuner import Fixed
+from tlt.training.idle.drafter_training import LearnedDrafterTraining, Ranks, RankState
+from tlt.training.idle.work import IdleWork
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.drafter_training import LearnedDrafterTraining, Ranks, RankState
-from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import Sinks
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork

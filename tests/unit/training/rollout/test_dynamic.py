@@ -17,10 +17,10 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.training.build.problems import problems_of_step, spare_problems
+from tlt.training.idle.protocol import NO_TRAINING, DrafterTraining
+from tlt.training.idle.work import IdleWork
 from tlt.training.rollout.dynamic import DynamicSampling, Group, GroupRequest, flatten
-from tlt.training.rollout.idle_time import IdleWork
 from tlt.training.rollout.phase import StopRequested
-from tlt.training.rollout.protocol import NO_TRAINING, DrafterTraining
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, join_rounds
 from tlt.training.rollout.work_queue import local_work_queue
 

@@ -27,8 +27,8 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Finished, Request, Rollout
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
+from tlt.training.idle.protocol import NO_TRAINING
 from tlt.training.rollout.phase import NO_WORK
-from tlt.training.rollout.protocol import NO_TRAINING
 from tlt.training.rollout.work import FinishedResponses, ReplicaWork, worth_migrating
 
 

@@ -22,7 +22,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.backend import Unfinished
-from tlt.training.rollout.idle_time import IdleWork
+from tlt.training.idle.work import IdleWork
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.protocol import Journal
 

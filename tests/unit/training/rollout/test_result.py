@@ -7,9 +7,11 @@ import math
 import pytest
 
 from tlt.base.records import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
+from tlt.base.strategy import Strategy
 from tlt.base.types import DraftOutcome, Reward, Rollout, Turns
 from tlt.engine.stats import EngineStats
-from tlt.training.rollout.idle_time import facts_of
+from tlt.speculation.tuner.protocol import Choice, StepOutcome
+from tlt.training.idle.choice import IdleFacts
 from tlt.training.rollout.result import (
     IncompleteBatch,
     PhaseResult,
@@ -97,7 +99,7 @@ def test_the_figures_of_a_phase_are_sums_over_replicas_and_end_with_the_last_tok
     assert idle.seconds_by_use == {"ahead": 1.0, "train": 3.25}
     assert (idle.ahead_seconds, idle.ahead_tokens) == (1.1, 42)
     assert phase.rollout_record().num_migrated == 2
-    facts = facts_of(phase, num_offered=9, steps_left=4)
+    facts = phase.idle_facts(num_offered=9, steps_left=4)
     assert (facts.ahead_tokens, facts.ahead_seconds, facts.offered_tokens, facts.steps_left) == (
         42,
         1.1,
@@ -121,3 +123,16 @@ def test_drafts_are_told_by_turn() -> None:
     assert told.later_acceptance_length == 1 + (3 + 4) / 2
     assert math.isnan(turns_record([one], 0).later_acceptance_length)
     assert math.isnan(turns_record([rollout(None, (0, 2))], 0).first_acceptance_length)
+
+
+def test_what_references_have_won_is_known_where_a_tuner_predicts() -> None:
+    def facts(predicted: float | None = 9.0) -> IdleFacts:
+        stats = EngineStats(won_seconds=4.0)
+        stats.record_step(Choice(Strategy.OFF, predicted), StepOutcome(3, (), (), 1.0), 1)
+        stats.record_step(Choice(Strategy.OFF), StepOutcome(3, (), (), 1.0), 1)  # before a prediction
+        phase = PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())])
+        return phase.idle_facts(num_offered=50)
+
+    assert facts().won_seconds == pytest.approx(4.0)
+    assert facts(predicted=None).won_seconds is None, "no tuner predicts"
+    assert facts().offered_tokens == 50

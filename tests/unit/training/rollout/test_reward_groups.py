@@ -20,11 +20,12 @@ from tlt.base.types import Finished, Problem, Purpose, Request, Reward, Rollout,
 from tlt.speculation.tuner.tuner import Fixed
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.tasks.rewards.scoring import RewardSpec
+from tlt.training.idle.protocol import DrafterTraining
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.dynamic import DynamicSampling
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterTraining, Journal, Recalled, Sinks
+from tlt.training.rollout.protocol import Journal, Recalled, Sinks
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work import FinishedResponses
 from tlt.training.rollout.work_queue import WorkQueue

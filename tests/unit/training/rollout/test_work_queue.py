@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.training.rollout.ahead_queue import AheadQueue
+from tlt.training.idle.ahead_queue import AheadQueue
 from tlt.training.rollout.work_queue import (
     CROWD_SECONDS,
     MAX_POLL_SECONDS,

@@ -29,8 +29,8 @@ from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.measure import TOLERANCE, DrafterCopies, Measurement, Tally, check_arrival, to_check
 from tlt.drafter.training.publisher import EngineDrafter, Publisher
 from tlt.drafter.training.spot import SpotTrainer
+from tlt.training.idle.protocol import DrafterTraining
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.protocol import DrafterTraining
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.cost_model import CostModel
 from tlt.speculation.tuner.protocol import Choice, StepOutcome
 from tlt.speculation.tuner.tuner import default_arms
-from tlt.training.rollout.speedup_pair import (
+from tlt.training.speedup import (
     FIRST_GUESS,
     MAX_SHARE,
     affordable_tokens,

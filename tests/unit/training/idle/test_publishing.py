@@ -27,7 +27,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
-from tlt.training.rollout.idle_time import IdleWork
+from tlt.training.idle.work import IdleWork
 
 
 def predicts_like(learned: LearnedDrafter, model: DraftModel) -> bool:

@@ -22,7 +22,7 @@ from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.models.hf.weights import content_hash
 from tlt.speculation.tuner.tuner import Fixed
-from tlt.training.rollout.drafter_training import RankState
+from tlt.training.idle.drafter_training import RankState
 
 STALE = pytest.mark.parametrize(
     "stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"]

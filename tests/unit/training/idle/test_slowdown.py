@@ -13,8 +13,8 @@ import pytest
 from tests.unit.training.rollout.phase_parts import OneTokenEngine, make_phase, make_queues
 from tlt.base.records import DrafterReport, IdleStretch, IdleUse, TimedStep
 from tlt.engine.stats import EngineStats
+from tlt.training.idle.slowdown import Slowdown, add_up, sums_of
 from tlt.training.rollout.result import ReplicaReport
-from tlt.training.rollout.slowdown import Slowdown, add_up, sums_of
 
 COSTS = {IdleUse.AHEAD: 0.12, IdleUse.TRAIN: 0.3, IdleUse.REST: 0.0}
 SIZES = {1: 0.004, 2: 0.005, 4: 0.007}

@@ -16,8 +16,7 @@ from tlt.base.config.load import load_config
 from tlt.base.records import AheadReport
 from tlt.base.types import Request, SamplingParams, UserError
 from tlt.drafter.drafting.retrieval.references import References
-from tlt.training.rollout.ahead import AheadOfPolicy
-from tlt.training.rollout.ahead_queue import AheadQueue
+from tlt.training.idle.ahead import AheadOfPolicy
 
 PARAMS = SamplingParams(1.0, max_tokens=24, seed=3)
 
@@ -36,12 +35,8 @@ def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
     given = {"engine": make_engine(make_policy()), "references": References()} | changes
     given = {"past": [], "lengths": {}, "num_replicas": 1} | given
     ahead = AheadOfPolicy(requests=requests, **given)
-    ahead.begin(queue_of())
+    ahead.begin(HashStore())
     return ahead
-
-
-def queue_of(store: HashStore | None = None) -> AheadQueue:
-    return AheadQueue(store or HashStore())
 
 
 def tokens_of(ahead: AheadOfPolicy) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
@@ -110,7 +105,7 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
     replicas = []
     for _ in range(2):
         ahead = make_ahead(requests, num_replicas=2)
-        ahead.begin(queue_of(store))
+        ahead.begin(store)
         replicas.append(ahead)
     for ahead in replicas:
         ahead.run(after(2))  # takes a lot of two, another one, and is called away

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torch.distributed import Store
+
 from tlt.base.records import AheadReport
 from tlt.base.types import NoiseKey, Request, ResponseId, Rollout, id_of
 from tlt.drafter.drafting.retrieval.references import References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.training.rollout.ahead_queue import AheadQueue
-from tlt.training.rollout.protocol import Ahead, Found
+from tlt.training.idle.ahead_queue import AheadQueue
+from tlt.training.idle.protocol import Ahead, Found
 
 
 class AheadOfPolicy(Ahead):
@@ -59,8 +61,9 @@ class AheadOfPolicy(Ahead):
         self._queue: AheadQueue | None = None
         self._has_more = self._has_left = bool(self.requests)
 
-    def begin(self, queue: AheadQueue) -> None:
-        self._queue, self._has_more, self._has_left = queue, bool(self.requests), bool(self.requests)
+    def begin(self, store: Store) -> None:
+        self._queue = AheadQueue(store)
+        self._has_more = self._has_left = bool(self.requests)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         stats = self.engine.stats

@@ -1,4 +1,4 @@
-"""The idle time of a rank in a phase, spent by the plan of idle_choice.py.
+"""The work of an idle rank in a phase, by the plan of choice.py.
 
 idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at any time: real work, or the end
           └─── rest for a moment, now and then ───┘
@@ -6,17 +6,15 @@ idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do     at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tlt.base.records import AheadReport, DrafterCheck, DrafterReport, IdleStretch, IdleUse
+from tlt.base.records import AheadReport, DrafterReport, IdleStretch, IdleUse
 from tlt.base.spans import SpanName
+from tlt.training.idle.choice import IdleChoice, IdlePlan
+from tlt.training.idle.protocol import NO_AHEAD, NO_TRAINING, Ahead, DrafterTraining
 from tlt.training.ranks.world import World, gather_objects
 from tlt.training.report.timeline import Timeline
-from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
-from tlt.training.rollout.protocol import NO_AHEAD, NO_TRAINING, Ahead, DrafterTraining
-from tlt.training.rollout.result import PhaseResult
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 """The trainer records its own spans, one per micro-step."""
@@ -115,20 +113,3 @@ class IdleTime:
                 start = self.stretches.pop().start
             self.stretches.append(IdleStretch(last, start, now))
         self.use, self._since = use, now
-
-
-def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
-    stats, check, seconds = phase.stats, phase.check or DrafterCheck(), phase.seconds
-    return IdleFacts(
-        ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
-        ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
-        offered_tokens=num_offered,
-        won_seconds=stats.won_seconds if stats.predicted_seconds else None,
-        rollout_seconds=seconds,
-        busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
-        train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),
-        publish_seconds=check.publish_seconds,
-        acceptance_before=check.before,
-        acceptance=check.acceptance,
-        steps_left=steps_left,
-    )

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tlt.base.records import IdleUse
-from tlt.training.rollout.slowdown import Slowdown, SlowdownSums
+from tlt.training.idle.slowdown import Slowdown, SlowdownSums
 
 REST_SECONDS = 0.2
 """Some tens of engine steps of a small model, a few of a large one."""
