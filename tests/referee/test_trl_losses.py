@@ -159,16 +159,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": BETA},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", **KL},
     ),
-    "gspo, KL corrected, wide": (
-        {
-            "name": "gspo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coefficient": BETA,
-            "kl_bias_correction": True,
-        },
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": BETA},
-    ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "cispo, KL, narrow": (
         {"name": "cispo", "clip_high": 0.2, "kl_coefficient": BETA},

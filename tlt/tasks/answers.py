@@ -8,11 +8,13 @@ any       marked, else the last number
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 Search = Literal["boxed", "marked", "any"]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
 _MARK = re.compile(r"####[ \t]*([^\n]+)|(?i:\banswer)\**\s*:[ \t]*\**[ \t]*([^\n]+)")
 _NUMBER = re.compile(
@@ -35,26 +37,23 @@ def find_answer(text: str, search: Search = "marked") -> str | None:
 
 def _last_boxed(text: str) -> tuple[int, str | None]:
     """Returns (start, content), or (-1, None)."""
-    for box in reversed(list(_BOX.finditer(text))):
-        if (content := _in_braces(text, box.end())) is not None:
-            return box.start(), content.strip()
+    boxes = {box.end(): box.start() for box in _BOX.finditer(text)}
+    closed = [(boxes[opens], text[opens + 1 : ends]) for opens, ends in _braces(text) if opens in boxes]
+    if closed:
+        start, content = max(closed)
+        return start, content.strip()
     bare = list(_BARE_BOX.finditer(text))  # `\boxed 5`, as some solutions of MATH have it
     return (bare[-1].start(), bare[-1][1]) if bare else (-1, None)
 
 
-def _in_braces(text: str, start: int) -> str | None:
-    depth, position = 0, start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1
-        elif text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : position]
-        position += 1
-    return None
+def _braces(text: str) -> Iterator[tuple[int, int]]:
+    """Positions of `{` and of the `}` that closes it, without those behind a backslash."""
+    opened = list[int]()
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            yield opened.pop(), brace.start()
 
 
 def _bare(answer: str) -> str:

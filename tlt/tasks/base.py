@@ -116,6 +116,8 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
         raise UserError(
             f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them"
         )
+    if len(problems) > num:
+        raise UserError(f"task {name}: problems() returned {len(problems)}; it must give at most num, {num}")
     numbers: dict[str, int] = {}
     for number, problem in enumerate(problems, start=1):
         place = f"task {name}, problem {number}"
@@ -134,23 +136,27 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
 def prepare_records(
     name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]
 ) -> list[tuple[str, Record]]:
-    """Makes problems of the rows, by place. Equal problems of one id count once. Raises UserError."""
+    """Makes problems of the rows, by place. Of one id that the task gave, the first counts; of one id of the
+    data, equal problems count once. Raises UserError."""
     task = get_task(name)
     if not isinstance(task, PreparesRecords):
         return [*records]
-    prepared = [(place, _prepare(name, task, place, row, options)) for place, row in records]
-    problems = [(place, problem) for place, problem in prepared if problem is not None]
+    prepared = [(place, row, _prepare(name, task, place, row, options)) for place, row in records]
+    problems = [(place, row, problem) for place, row, problem in prepared if problem is not None]
     if records and not problems:
         remedy = "change task.options, or the data"
         raise UserError(f"{records[0][0]}: task {name}: leaves out this row and all others; {remedy}")
     return [*_once(problems)]
 
 
-def _once(problems: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+def _once(problems: Iterable[tuple[str, Record, Record]]) -> Iterator[tuple[str, Record]]:
+    """problems: (place, row, problem)."""
     first: dict[str, Record] = {}
-    for place, problem in problems:
-        earlier = first.setdefault(str(problem.get("problem_id", place)), problem)
-        if earlier is problem or earlier != problem:
+    for place, row, problem in problems:
+        problem_id = problem.get("problem_id", place)
+        earlier = first.setdefault(str(problem_id), problem)
+        is_datas = problem_id == row.get("problem_id")
+        if earlier is problem or (is_datas and earlier != problem):
             yield place, problem
 
 

@@ -74,7 +74,7 @@ class Measured:
     def as_latex(self) -> str:
         if self.value.denominator == 1:
             return str(self.value)
-        if self.digit is None:
+        if self.digit is None or self.digit.numerator != 1:
             return rf"\frac{{{self.value.numerator}}}{{{self.value.denominator}}}"
         places = len(str(self.digit.denominator)) - 1
         digits = str(abs(self.value.numerator) * 10**places // self.value.denominator).rjust(places + 1, "0")

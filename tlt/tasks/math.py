@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tlt.base.io.data import PROMPTS
 from tlt.base.io.files import Record, read_jsonl
 from tlt.base.types import UserError
+from tlt.base.value_types import shorten
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.equivalence import is_equal, require_math_verify
 from tlt.tasks.exact import ExactTask, check_columns
@@ -22,6 +24,8 @@ QUESTION_COLUMNS = ("question", "problem", "prompt")
 """The first that a record has counts."""
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 """The first that a record has counts, after verl's reward_model."""
+_READ = {*QUESTION_COLUMNS, *ANSWER_COLUMNS, *PROMPTS, "reward_model"}
+"""Columns that a problem has under other names, or that would be a second prompt."""
 INSTRUCTION = r"{question} Let's think step by step and output the final answer within \boxed{}."
 LONGEST_ANSWER = 200
 """Characters; a longer text without a mark is a derivation."""
@@ -35,7 +39,7 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
         raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
     column, text = _answer_column(record)
     if find_answer(text, "marked") is None and len(text) > LONGEST_ANSWER:
-        what = f"{_short(text)}; leave it out"
+        what = f"{shorten(text)}; leave it out"
         raise UserError(f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {what}")
     question, answer = question_of(record), gold_answer(record)
     prompt = (
@@ -44,7 +48,10 @@ def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "ma
         else {"messages": question}
     )
     identity = digest(f"{prompt}\n{answer}")
-    return {"problem_id": f"math-{identity}", **prompt, "answer": answer, "search": search}
+    others = {name: value for name, value in record.items() if name not in _READ}
+    problem = {**others, "problem_id": f"math-{identity}", **prompt, "answer": answer, "search": search}
+    check_columns(problem)
+    return problem
 
 
 def is_mathematics(record: Mapping[str, Any]) -> bool:
@@ -64,7 +71,7 @@ def question_of(record: Mapping[str, Any]) -> str | list[Record]:
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question
     ):
         return question
-    raise UserError(f"task math: {column} is {_short(question)}; it must be text or chat messages")
+    raise UserError(f"task math: {column} is {shorten(question)}; it must be text or chat messages")
 
 
 def gold_answer(record: Mapping[str, Any]) -> str:
@@ -83,7 +90,7 @@ def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
         raise UserError(f"task math: no answer among the columns {sorted(record)}; {remedy}")
     answer = gold_text(text)
     if answer is None or not any(map(str.isalnum, answer)):
-        raise UserError(f"task math: {column} is {_short(text)}; it must be text that holds the answer")
+        raise UserError(f"task math: {column} is {shorten(text)}; it must be text that holds the answer")
     return column, answer
 
 
@@ -163,11 +170,6 @@ def _check_options(template: str, search: str, other: str) -> None:
     for name, value, choices in (("search", search, get_args(Search)), ("other", other, get_args(Other))):
         if value not in choices:
             raise UserError(f"task math: {name} is {value!r}; use one of {', '.join(choices)}")
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 TASK = Math()

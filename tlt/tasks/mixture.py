@@ -47,15 +47,15 @@ class Mixture:
                 mixed.append(((index + 0.5) / quota, order, _mark(problem, part)))
         return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
 
-    def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
         """Raises UserError unless `tlt task` has written the problem, and its task can score it."""
         if not all(isinstance(record.get(key), str) for key in ("task", "scored_by")):
             raise UserError(
                 "task mixture: has no task and scored_by; give problems that tlt task mixture has written"
             )
-        if isinstance(part := get_task(record["scored_by"]), PreparesRecords):
-            part.prepare(record, {})
-        return record
+        part = get_task(record["scored_by"])
+        is_left_out = isinstance(part, PreparesRecords) and part.prepare(record, {}) is None
+        return None if is_left_out else record
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
         for part in _read_parts(options["tasks"]) if "tasks" in options else ():

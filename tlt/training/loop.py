@@ -51,8 +51,11 @@ def train(run: Run) -> None:
         settle_best(run)
         if is_evaluation_due(run):
             evaluate(run)
-        while run.step < config.run.num_steps and not is_out_of_time(run):
+        step_seconds = 0.0
+        while run.step < config.run.num_steps and not is_out_of_time(run, step_seconds):
+            began = time.perf_counter()
             advance(run)
+            step_seconds = time.perf_counter() - began
             if is_evaluation_due(run):
                 evaluate(run)
             if is_due(run, config.run.checkpoint_every):
@@ -141,11 +144,14 @@ def is_evaluation_due(run: Run) -> bool:
     return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
 
 
-def is_out_of_time(run: Run) -> bool:
-    """By the leader's clock, with time left for the last evaluation."""
+def is_out_of_time(run: Run, step_seconds: float) -> bool:
+    """By the leader's clock: whether a step and the last evaluation would end too late.
+
+    step_seconds: of the step before; 0: none was.
+    """
     limit = run.config.run.time_limit_minutes
-    spent = run.seconds + run.files.evaluations.latest_seconds
-    return limit is not None and bool(broadcast_json(run.world, spent > 60 * limit))
+    ends = run.seconds + step_seconds + run.files.evaluations.latest_seconds
+    return limit is not None and bool(broadcast_json(run.world, ends > 60 * limit))
 
 
 # ── how a run ends ──────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from tlt.base.thoughts import after_thinking
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import Search, find_answer
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.tasks.equivalence import is_equal
+from tlt.tasks.equivalence import is_equal, measure
 from tlt.tasks.math import TASK, gold_answer, to_problem
 from tlt.tasks.numbers import to_number
 from tlt.tasks.rewards.pool import RewardPool
@@ -338,6 +338,15 @@ def test_answers_are_compared_as_mathematics(gold: str, answer: str, expected: b
     assert is_equal(gold, answer) == expected
 
 
+def test_a_scaled_number_is_written_out() -> None:
+    written = {
+        text: measured.as_latex()
+        for text in ("1.1 dozen", "2.5 million", "0.05")
+        if (measured := measure(text))
+    }
+    assert written == {"1.1 dozen": r"\frac{66}{5}", "2.5 million": "2500000", "0.05": "0.05"}
+
+
 def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
     pytest.importorskip("math_verify")
     with pytest.raises(ValueError, match="leave the problem out"):
@@ -384,3 +393,30 @@ def test_rows_of_data_that_repeat_a_problem_count_once_and_equal_ids_of_others_a
         (f"f:{n}", {"problem_id": "mine", "prompt": str(n), "answer": "2", "search": "boxed"}) for n in (1, 2)
     ]
     assert prepare_records("math", clash, {}) == clash
+
+
+def test_other_columns_of_a_row_stay_but_no_second_prompt() -> None:
+    row = {
+        **GSM8K,
+        "prompt": "again",
+        "level": 3,
+        "thinking_ends": "</t>",
+        "images": ["a.png"],
+        "ability": "math",
+    }
+    problem = to_problem(row)
+    kept = {"level": 3, "thinking_ends": "</t>", "images": ["a.png"], "ability": "math"}
+    assert problem.items() >= kept.items()
+    assert "question" not in problem
+    assert problem["prompt"].startswith("Natalia")
+    assert TASK.find(problem, r"\boxed{1}</t> \boxed{2}") == "2"
+    with refused("thinking_ends is 7; give the tag"):
+        to_problem({**GSM8K, "thinking_ends": 7})
+
+
+def test_a_response_that_opens_boxes_without_end_is_read_in_one_pass() -> None:
+    opened = r"\boxed{" * 100_000
+    assert find_answer(opened) is None
+    assert find_answer(r"\boxed{7}" + opened) == "7"
+    assert find_answer(opened + "8}") == "8"
+    assert find_answer(r"} \boxed{a{b}\}} {") == r"a{b}\}"

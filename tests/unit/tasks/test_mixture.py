@@ -12,7 +12,7 @@ import pytest
 
 from tests.golds import SUMS
 from tests.refused import refused
-from tlt.tasks.base import get_task, make_problems
+from tlt.tasks.base import get_task, make_problems, prepare_records
 from tlt.tasks.mixture import divide
 from tlt.tasks.rewards.pool import RewardPool, summarize
 from tlt.tasks.rewards.scoring import RewardSpec
@@ -31,7 +31,14 @@ class Echo:
         assert set(problem) == {"problem_id", "prompt", "worth"}, problem
         return {"reward": problem["worth"] + 100 * len(LOADED), "solved": problem["problem_id"] == text}
 
-TASK = Echo()
+class More(Echo):
+    def problems(self, num, seed, split="train"):
+        return super().problems(num + 1, seed, split)
+
+    def prepare(self, record, options):
+        return record if record["worth"] else None
+
+TASK, MORE = Echo(), More()
 """
 
 
@@ -123,9 +130,16 @@ def test_workers_have_every_part_ready_before_the_first_score() -> None:
         ([{"name": "nowhere"}], "unknown task 'nowhere'"),
         ([{**ECHO, "options": {"least": 1}}], "problems.. takes no option 'least'"),
         ([{**ECHO, "options": {"most": 5}}, COUNTDOWN], "echo gives 5 train problems of the 6 that are its"),
+        ([{**ECHO, "name": "echo_task:MORE"}], r"problems\(\) returned 9; it must give at most num, 8"),
         ([{"name": "mixture", "options": {"tasks": [ECHO]}}], "problems of mixture have a column 'task'"),
     ],
 )
 def test_a_mistake_is_one_line(tasks: list[dict[str, Any]], message: str) -> None:
     with refused(message):
         mix(8, *tasks)
+
+
+def test_a_row_that_its_part_leaves_out_is_left_out() -> None:
+    row = {"task": "echo", "scored_by": "echo_task:MORE", "prompt": "?"}
+    rows = [(f"f:{n}", {**row, "problem_id": str(n), "worth": n - 1}) for n in (1, 2)]
+    assert [place for place, _ in prepare_records("mixture", rows, {})] == ["f:2"]

@@ -117,7 +117,7 @@ def _run_source(options: Serve) -> Source:
         name=options.source.resolve().name,
         dtype=dtype.removeprefix("torch.").replace("float64", "float32"),
         to=options.to or options.source / FOLDER / "drafter",
-        template_variables=run.config.model.chat_template_kwargs if task.chat else {},
+        template_variables=run.config.model.chat_template_kwargs,
         description=f"{run.policy} after {updates(run.step)}",
     )
 

@@ -100,8 +100,8 @@ class AlgorithmSection(Section):
     """Estimate of the KL from one token; None: the algorithm's choice.
     With r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1."""
     kl_bias_correction: bool = False
-    """Whether a KL in the loss is multiplied by the ratio: its gradient is then unbiased (DeepSeek-V3.2,
-    arXiv 2512.02556)."""
+    """Whether a KL in the loss is multiplied by the token's ratio: its gradient is then unbiased
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
     mask_truncated: bool = False
     """Whether responses that reached sampling.max_tokens are left out of the loss; their rewards still
     count in their groups."""
@@ -127,6 +127,10 @@ class AlgorithmSection(Section):
     @model_validator(mode="after")
     def _kl_has_a_gradient(self) -> AlgorithmSection:
         chosen = self.resolve(max_tokens=1)
+        about_it = ("kl_in", "kl_estimator", "kl_bias_correction")
+        if self.kl_coefficient == 0 and (given := [key for key in about_it if getattr(self, key)]):
+            told = f"{given[0]} is set, but kl_coefficient is 0, so there is no KL"
+            raise mistake(f"{told}: give the coefficient, or remove it")
         if chosen.kl_in == "reward" and self.kl_bias_correction:
             told = "kl_bias_correction is for a KL in the loss, and it is in the reward"
             raise mistake(f"{told}: remove it, or set kl_in = loss")

@@ -87,8 +87,8 @@ class RunSection(DeviceSection):
     """Responses of each step to show: prompt, text and reward, in a line each on the screen, and whole in the
     tables of trackers that have tables (docs/tracking.md)."""
     time_limit_minutes: PositiveFloat | None = None
-    """Time limit of the run in minutes: a step begins only if it and the last evaluation would end in time;
-    None: no limit."""
+    """Time limit of the run in minutes: a step begins only if it, as long as the one before, and the last
+    evaluation would end in time; None: no limit."""
 
     @field_validator("num_ranks", mode="before")
     @classmethod
@@ -299,6 +299,10 @@ class Config(Section):
         if task.data is None and evaluation.data is None and (evaluation.split or evaluation.subset):
             what = "evaluation.split and evaluation.subset need data"
             yield f"{what}: set evaluation.data or task.data, or remove them"
+        for key in ("subset", "columns"):
+            if getattr(evaluation, key) is not None and evaluation.data is None and evaluation.split is None:
+                what = f"evaluation.{key} is set, but neither evaluation.data nor evaluation.split"
+                yield f"{what}: give one of these, or remove it"
         may_give = self.environment.has_factory  # get_reward()
         scores_nothing = {"data": "'data' (the default)", "seeds": "'seeds'"}.get(task.name)
         if scores_nothing and not set(self.rewards.functions) - {"task"} and not may_give:

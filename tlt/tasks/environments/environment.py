@@ -122,7 +122,11 @@ class Environments:
 
     @property
     def gives_reward(self) -> bool:
-        return any(callable(getattr(factory, "get_reward", None)) for factory in self.factories.values())
+        return any(map(_gives_reward, self.factories.values()))
+
+    def rewards(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row's environment gives a reward."""
+        return _gives_reward(self.factories.get(self.name_of(row)))
 
     @property
     def speaks(self) -> bool:
@@ -299,6 +303,10 @@ def _text(said: Any) -> str:
     if len(text) > MAX_RESULT:
         raise ToolError(f"the result has {len(text):,} characters; at most {MAX_RESULT:,} can be read")
     return text
+
+
+def _gives_reward(factory: Any) -> bool:
+    return callable(getattr(factory, "get_reward", None))
 
 
 def _number(value: Any) -> float:

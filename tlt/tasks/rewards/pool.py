@@ -185,8 +185,8 @@ class RewardPool:
         first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
         return UserError(
             f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, "
-            f"and the other ranks wait no longer; the first are {first}; raise rewards.num_workers or lower "
-            "rewards.timeout_seconds"
+            f"and the other ranks wait no longer; the first are {first}; resume with more "
+            "rewards.num_workers, a lower rewards.timeout_seconds, or a higher run.timeout_seconds"
         )
 
     def abandon(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.base.config.environment import EnvironmentSection
+from tlt.base.config.schema import Config
 from tlt.base.io.files import Record
 from tlt.base.types import ResponseId, Rollout, UserError
 from tlt.models.hf.prompts import ChatFormat
@@ -83,6 +84,17 @@ def build_between_turns(
         keeps_states=keeps_states,
         keeps_routes=keeps_routes,
     )
+
+
+def check_rewards(config: Config, records: Sequence[tuple[str, Record]]) -> None:
+    """UserError if nothing but environments scores, and a row's gives no reward."""
+    if config.rewards.functions or not gives_reward(config.environment):
+        return
+    environments = Environments(environment_spec(config.environment))
+    for place, row in records:
+        if not environments.rewards(row):
+            what = f"{place}: its environment, {environments.name_of(row)!r}, has no get_reward()"
+            raise UserError(f"{what}, and nothing else scores; write one, or give rewards.functions")
 
 
 def check_turns(

@@ -19,7 +19,7 @@ from tlt.models.hf.families import load_model_config
 from tlt.models.hf.prompts import ChatFormat, EncodedPrompt, describe_prompts, encode_prompts
 from tlt.models.hf.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.training.build.environment import check_turns, with_environment
+from tlt.training.build.environment import check_rewards, check_turns, with_environment
 from tlt.training.ranks.world import World, broadcast_json, refuse_together
 from tlt.training.saved.encoded import NAMES, Encoded, key_of, read_encoded
 from tlt.training.saved.inputs import digest_of_problems
@@ -48,6 +48,7 @@ def read_problems(config: Config, split: str, tokenizer: Tokenizer, window: int)
     given, chat = _records(config, split), chat_format(config)
     records = with_environment(config.environment, given)
     check_turns(config.environment, given, tokenizer, chat)
+    check_rewards(config, given)
     longest, vocab_size = config.task.max_prompt_tokens, tokenizer.vocab_size
     key = key_of(records, chat, longest, tokenizer.path)
     stored = read_encoded(config.run.out_dir / NAMES[split], key)

@@ -43,6 +43,8 @@ MAY_CHANGE_ON_RESUME = {
         "show_samples",
     },
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
+    "rewards": {"num_workers", "timeout_seconds"},
+    "environment": {"num_workers"},
 }
 """These say how long and on what a run runs, not what it computes."""
 _MODEL_FILES = (

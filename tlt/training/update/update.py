@@ -311,7 +311,8 @@ class PolicyTrainer:
             kl_T = torch.zeros_like(loss_T)
             if reference is not None:
                 kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
-                kl_T = kl_T * ratio_T if section.kl_bias_correction else kl_T
+                if section.kl_bias_correction:
+                    kl_T = kl_T * importance_ratio(logprobs_T, old_T, lengths, "token")
             aggregation = self.algorithm.aggregation
             weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, aggregation) for r in responses]
             parts = [logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)]

@@ -59,7 +59,8 @@ def kept(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     judges.append(Judge())
     config = config.model_copy(update={"evaluation": evaluation})
     main(describe_run(config, Moment.now()), judges[-1].stop)
-    told = config.model_copy(update={"task": task})
+    model = config.model.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    told = config.model_copy(update={"task": task, "model": model})
     (folder / "config.json").write_text(told.to_json())
     return folder
 
@@ -101,6 +102,7 @@ def test_a_stopped_run_or_an_earlier_step_is_served_from_its_checkpoint(
     assert "exporting the policy of 1 update from" in told.err
     assert "the run's system prompt is the client's to send: 'Count.'" in told.err
     assert "--speculative-config" not in told.out, "the run has no drafter"
+    assert "enable_thinking" in told.out, "rows of messages go into the template without task.chat"
 
     shutil.rmtree(run / "policy")
     (newest := run / "checkpoints/step-00000003/manifest.json").write_text(newest.read_text()[:-9])

@@ -316,6 +316,9 @@ def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None
             "rollout.ahead is 1, but nothing would draft from what is generated",
         ),
         ("--algorithm.overlong_buffer_tokens 9999", "is 9999 but sampling.max_tokens only 2048: lower it"),
+        ("--algorithm.kl_estimator k2", "kl_estimator is set, but kl_coefficient is 0, so there is no KL"),
+        ("--algorithm.kl_in loss", "kl_in is set, but kl_coefficient is 0, so there is no KL"),
+        ("--evaluation.columns {prompt='a'}", "evaluation.columns is set, but neither evaluation.data"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(folder: Path, words: str, part: str) -> None:

@@ -64,3 +64,10 @@ class Unpicklable:
     def look(self) -> str:
         """Looks."""
         return "seen"
+
+
+class Mute:
+    """Gives no reward."""
+
+    def reset(self, **row: Any) -> None:
+        pass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.training.environments import bad_tools, tools
+from tlt.base.config.load import load_config
 from tlt.base.types import UserError
 from tlt.tasks.environments.environment import Ask, Environments, EnvironmentSpec
 from tlt.tasks.environments.pool import EnvironmentPool
+from tlt.training.build.environment import check_rewards
 
 BAD = EnvironmentSpec(tools=[f"{bad_tools.__name__}:bad"])
 GAME = EnvironmentSpec(factories={"": f"{tools.__name__}:Game"})
@@ -138,3 +140,15 @@ def test_an_environment_that_cannot_be_pickled_is_found_at_its_reset() -> None:
         pool.close()
     assert "Unpicklable cannot be pickled" in told.answer.failure
     assert "__getstate__" in told.answer.failure
+
+
+def test_where_environments_alone_score_each_that_a_row_names_gives_a_reward() -> None:
+    factories = {"game": f"{tools.__name__}:Game", "mute": f"{bad_tools.__name__}:Mute"}
+    section = {"model": {"path": "."}, "task": {"name": "data", "data": __file__}, "run": {"out_dir": "x"}}
+    config = load_config({**section, "environment": {"factories": factories}})
+    rows = [(f"f:{n}", {"environment": name}) for n, name in enumerate(factories, start=1)]
+    check_rewards(config, rows[:1])
+    with pytest.raises(UserError, match=r"f:2: its environment, 'mute', has no get_reward\(\)"):
+        check_rewards(config, rows)
+    functions = {"rewards": {"functions": [f"{tools.__name__}:score"]}}
+    check_rewards(load_config({**section, **functions, "environment": {"factories": factories}}), rows)

@@ -172,16 +172,21 @@ def test_a_kl_in_the_loss_is_added_to_every_token_before_the_mean(name: Any) -> 
         check(formula, CASE, name=name, kl_coefficient=0.3, kl_estimator=estimator)
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_corrected_kl_is_weighed_by_the_ratio_which_has_a_gradient(estimator: Any) -> None:
+def test_a_corrected_kl_is_weighed_by_the_tokens_ratio_which_has_a_gradient(
+    name: str, estimator: Any
+) -> None:
     old, reference = CASE.old.numpy(), CASE.reference.numpy()
 
     def formula(flat: Array, fixed: Array) -> float:
         log_r = reference - flat
         kl = -log_r if estimator == "k1" else np.exp(log_r) - log_r - 1
-        return grpo(CASE, flat, fixed) + 0.3 * float((np.exp(flat - old) * kl).mean())
+        weighed = np.exp(flat - old) * kl
+        mean = weighed.mean() if name == "grpo" else np.mean([part.mean() for part in parts(CASE, weighed)])
+        return FORMULAS[name](CASE, flat, fixed) + 0.3 * float(mean)
 
-    check(formula, CASE, kl_coefficient=0.3, kl_estimator=estimator, kl_bias_correction=True)
+    check(formula, CASE, name=name, kl_coefficient=0.3, kl_estimator=estimator, kl_bias_correction=True)
 
 
 def test_a_kl_in_the_reward_is_a_responses_sum_for_rloo_and_what_is_still_to_come_for_reinforce() -> None:
@@ -234,12 +239,13 @@ def test_a_key_of_its_own_overrides_the_presets_choice_and_nothing_else() -> Non
 
 def test_k1_in_the_loss_is_refused_and_so_is_a_correction_of_the_reward() -> None:
     with pytest.raises(ValidationError, match="kl_bias_correction is for a KL in the loss"):
-        AlgorithmSection(name="rloo", kl_bias_correction=True)
+        AlgorithmSection(name="rloo", kl_coefficient=0.1, kl_bias_correction=True)
     with pytest.raises(ValidationError, match="gradient of mean 0"):
         AlgorithmSection(kl_coefficient=0.1, kl_estimator="k1")
     with pytest.raises(ValidationError, match="gradient of mean 0"):
         AlgorithmSection(name="rloo", kl_coefficient=0.1, kl_in="loss")
-    AlgorithmSection(kl_estimator="k1")  # without a KL it says nothing
+    with pytest.raises(ValidationError, match="kl_estimator is set, but kl_coefficient is 0"):
+        AlgorithmSection(kl_estimator="k1")
 
 
 def test_a_buffer_longer_than_the_longest_response_is_refused_in_one_line() -> None:
