@@ -186,7 +186,7 @@ def test_what_comes_back_has_room_to_go_on_for_a_while() -> None:
 
 def test_a_sequence_that_does_not_fit_alone_is_refused_with_the_key_and_its_number() -> None:
     engine = limited(None, 0.5)
-    with refused(r"kv_gib: .* hold 80 tokens .*'big'.* may have 160; give rollout.kv_gib at least"):
+    with refused(r"kv_gib: .* hold 80 tokens .*'big'.* may have 160; give kv_gib at least"):
         engine.add([Request("big", 0, (1,) * 100, SamplingParams(max_tokens=500))])
     engine.add([Request("fits", 0, (1,) * 10, SamplingParams(max_tokens=70, stop_ids=(STOP,)))])
     assert engine.num_waiting == 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -29,15 +29,21 @@ GPU_SHARE = 0.8
 CPU_SHARE = 0.5
 """Share of a machine's memory for the caches of all its ranks."""
 
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
-
-def machine_bytes() -> int:
-    """The machine's memory, or the container's limit."""
+def machine_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The machine's memory, or the least limit of this process's control groups: a container's, Slurm's,
+    systemd's. own: a line each, NUMBER:CONTROLLERS:PATH, without controllers in version 2."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            total = min(total, int(text))
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            limit = top / folder / name
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                total = min(total, int(text))
     return total
 
 
@@ -123,6 +129,6 @@ class CacheMemory:
         has, needs = budget.max_bytes / 2**30, self.slot_bytes(length) / 2**30
         raise UserError(
             f"kv_gib: {has:.3g} GiB hold {budget.max_length(1)} tokens of one sequence, but problem "
-            f"{request.problem_id!r} with its response may have {length}; give rollout.kv_gib at least "
-            f"{needs + 5e-4:.3f}, or lower sampling.max_tokens"
+            f"{request.problem_id!r} with its response may have {length}; give kv_gib at least "
+            f"{needs + 5e-4:.3f}, or lower max_tokens"
         )

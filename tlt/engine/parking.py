@@ -42,6 +42,7 @@ class Parking:
         return len(self._parked)
 
     def park(self, response_id: ResponseId, parked: Parked) -> None:
+        assert response_id not in self._parked
         self._parked[response_id] = parked
         self.num_bytes += parked.num_bytes
 

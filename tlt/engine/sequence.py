@@ -47,10 +47,7 @@ class Sequence:
         settled = request.token_ids[: _num_settled(request)]
         sequence = Sequence(request, max_tokens, [*request.prompt_ids, *settled], drafts=drafts)
         sequence.logprobs += request.logprobs[: len(settled)]
-        sequence.extend(request.token_ids[len(settled) :], request.logprobs[len(settled) :])
-        has_tokens = request.token_ids and sequence.finish_reason != "stop"
-        if has_tokens and decode is not None and sequence._says_stop(decode, len(sequence.tokens)):
-            sequence.finish_reason = "stop"
+        sequence.extend(request.token_ids[len(settled) :], request.logprobs[len(settled) :], decode)
         return sequence
 
     @property

@@ -19,7 +19,7 @@ class EngineSettings:
     """tuner: of adaptive speculation, "cost-model" or "beg-mab".
     borrows: share the policy's tensors where the layout allows.
     kv_gib: of all caches; None: `automatic_bytes`, for `num_ranks` that share the machine.
-    window: tokens of the longest sequence; None: the model's.
+    window: tokens of vLLM's longest sequence; None: the model's, as in our own engine.
     own_process: vLLM's worker is a process of its own, as several vLLMs in one process need; it captures no
         features.
     equal_rows: whether a row's bits depend on that row alone.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
 from tests.refused import refused
+from tlt.drafter.formats import foreign
 from tlt.drafter.formats.export import FORMATS, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, load_shape, save_drafter
 from tlt.drafter.formats.layouts import DescribedTarget
@@ -508,7 +509,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no directory": (shutil.rmtree, "config.json is missing"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
     "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
-    "cut short": (lambda p: _truncate(p / "model.safetensors"), "cannot be read"),
+    "cut short": (lambda p: _truncate(p / "model.safetensors"), "is no readable safetensors file"),
 }
 
 
@@ -606,3 +607,12 @@ def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: P
     script = found[1].replace("'pytorch_model.bin'", repr(str(path / "pytorch_model.bin")))
     exec(script.replace("'model.safetensors'", repr(str(path / "model.safetensors"))), {})
     assert load_drafter(path, DEEP).tensors.keys() == tensors.keys()
+
+
+def test_a_whole_model_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = edited(tmp_path / "foreign", "eagle", described(num_hidden_layers=80))
+    monkeypatch.setattr(foreign, "read_safetensors", lambda path: pytest.fail("read"))
+    with refused("num_hidden_layers is 80; only one-layer drafters can be loaded, no whole models"):
+        load_drafter(path, DEEP)

@@ -32,6 +32,7 @@ from tests.unit.models.families import (
 )
 from tlt.base.speculation import parse_speculation
 from tlt.base.types import Rollout
+from tlt.drafter.shape import drafter_shape
 from tlt.engine.build.engine import check_hybrid
 from tlt.engine.build.vllm import refuse_on_cpu
 from tlt.models.attention import PackedCausal, SharedPrompts
@@ -198,3 +199,34 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with refused("model.layers.1.block_sparse_moe.experts.0.w1.weight .* config.json asks for"):
         StoredTensors(tmp_path, load_model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "surplus", "unknown"),
+    [
+        ("GLM-4.5-Air", "model.layers.46.eh_proj.weight", "model.layers.4.eh_proj.weight"),
+        ("Qwen3-Next-80B-A3B", "mtp.fc.weight", "model.mtp.fc.weight"),
+    ],
+)
+def test_what_transformers_leaves_out_of_a_checkpoint_is_left_out(
+    name: str, surplus: str, unknown: str, tmp_path: Path
+) -> None:
+    """Multi-token prediction."""
+    reference(name, torch.float32).save_pretrained(tmp_path)
+    file, tensors = tmp_path / "model.safetensors", read_safetensors(tmp_path)
+    config = load_model_config(tmp_path)
+    before = list(StoredTensors(tmp_path, config))
+    save_file(tensors | {surplus: torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    assert list(StoredTensors(tmp_path, config)) == before
+    save_file(tensors | {unknown: torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    with refused(f"{unknown} is unknown"):
+        StoredTensors(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "eps"),
+    [("Qwen3-30B-A3B", 1e6, 1e-6), ("GLM-4.5-Air", 1e6, 1e-5), ("gemma-2-2b", 1e4, 1e-6)],
+)
+def test_a_new_drafter_has_its_targets_positions_and_norms(name: str, theta: float, eps: float) -> None:
+    layer = drafter_shape(config_of(name)).layer
+    assert (layer.rope_theta, layer.rms_norm_eps) == (theta, eps)

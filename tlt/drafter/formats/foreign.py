@@ -10,7 +10,7 @@ speculators         "Eagle3DraftModel", layers.0., the layer's geometry under tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tlt.drafter.model import draft_token_ids
 from tlt.drafter.shape import Method
 from tlt.models.hf.config import MOST_LAYERS, Fields
 from tlt.models.hf.files import INDEX, WEIGHTS, read_json
-from tlt.models.hf.weights import read_safetensors
+from tlt.models.hf.weights import read_safetensors, stored_names
 
 METHOD_BY_ARCHITECTURE: Mapping[str, Method | None] = {
     "EagleLlamaForCausalLM": "eagle",
@@ -59,14 +59,15 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not (path / name).is_file():
             raise UserError(f"drafter {path}: {name} is missing; {_remedy(path)}")
     fields = read_fields(path)
+    method = method_of(fields, stored_names(path))
+    flat = flatten(fields, method)  # a whole model is refused before its weights are read
     try:
         stored = read_safetensors(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"drafter {path}: {weights} cannot be read ({error}); train or copy it again"
         ) from None
-    method = method_of(fields, stored)
-    return flatten(fields, method), _rename(path, stored, method)
+    return flat, _rename(path, stored, method)
 
 
 def read_fields(path: Path) -> Fields:
@@ -76,7 +77,7 @@ def read_fields(path: Path) -> Fields:
     about = fields.within("tlt")
     for name in ("policy_hash", "preset"):
         about.text(name)
-    if (path / "mask_embedding.pt").is_file() and method_of(fields, {}) in ("dflash", "dspark"):
+    if (path / "mask_embedding.pt").is_file() and method_of(fields, ()) in ("dflash", "dspark"):
         what = "mask_embedding.pt gives the masks an embedding of their own, which is not computed here"
         remedy = "use a drafter that takes the target's"
         raise UserError(f"drafter {path}: {what}; {remedy}")
@@ -93,9 +94,11 @@ def _remedy(path: Path) -> str:
     )
 
 
-def method_of(fields: Fields, stored: Mapping[str, Tensor]) -> Method:
-    """Raises UserError for an unknown architecture. stored: tensors whose names decide where the architecture
-    does not."""
+def method_of(fields: Fields, stored: Collection[str]) -> Method:
+    """Raises UserError for an unknown architecture.
+
+    stored: names of tensors, which decide where the architecture does not.
+    """
     found = fields.items("architectures")
     name = found[0] if len(found) == 1 else None
     if name in BLOCK_ARCHITECTURES:
@@ -123,7 +126,7 @@ def flatten(fields: Fields, method: Method) -> dict[str, Any]:
     if not nested.flag("use_aux_hidden_state", True):
         raise nested.refusal("use_aux_hidden_state", "use a drafter that reads three of the target's layers")
     if flat.integer("num_hidden_layers", 1) != 1:
-        raise flat.refusal("num_hidden_layers", "only drafters of one layer can be loaded")
+        raise flat.refusal("num_hidden_layers", "only one-layer drafters can be loaded, no whole models")
     is_speculators = method == "eagle3" and "speculators_model_type" in merged
     normed = flat.flag("norm_before_residual", nested.flag("norm_before_residual", is_speculators))
     ids = "eagle_aux_hidden_state_layer_ids"

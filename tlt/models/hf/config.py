@@ -28,6 +28,8 @@ ROPES = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
 """Larger numbers: config.json is damaged."""
 
+NO_USUAL_HEAD = ("qwen3", "seed_oss")
+"""Families whose head size is not hidden size / heads where config.json has none."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -49,7 +51,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     hidden_size, max_positions = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
     inherits_heads = architecture == "llama" or raw.get("num_key_value_heads", 0) is None
     num_kv_heads = fields.integer("num_key_value_heads", num_heads if inherits_heads else None)
-    head_dim = fields.integer("head_dim", hidden_size // num_heads if architecture != "qwen3" else None)
+    head_dim = fields.integer("head_dim", None if architecture in NO_USUAL_HEAD else hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise fields.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
     if num_heads * head_dim > LARGEST_SIZE:

@@ -6,7 +6,8 @@ checkpoint   model.layers.0.mlp.experts.0.gate_proj.weight, …            [inne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,8 +33,16 @@ class Sources:
 
 
 class SameNames:
+    left_out: Collection[str] = ()
+    """Patterns of transformers."""
+
     def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
         return {name: Sources((name,), (None,)) for name in stored}
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether a checkpoint's surplus tensor, by the module's name, is no part of the model: rotary
+        frequencies of old transformers, and what transformers leaves out (multi-token prediction)."""
+        return name.endswith("rotary_emb.inv_freq") or any(re.search(one, name) for one in self.left_out)
 
     def to_module(self, name: str, sources: Sources, read: Callable[[str], Tensor]) -> Tensor:
         return read(sources.names[0])
@@ -51,6 +60,7 @@ class Conversion(SameNames):
 
         with torch.device("meta"):
             self.module = AnyTransformer(config).module
+        self.left_out = self.module._keys_to_ignore_on_load_unexpected or ()
         table = get_model_conversion_mapping(self.module)
         self.renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in table if isinstance(entry, WeightConverter)]
@@ -85,7 +95,7 @@ class Conversion(SameNames):
 
 class TextPart(SameNames):
     def __init__(self, inner: SameNames) -> None:
-        self.inner = inner
+        self.inner, self.left_out = inner, inner.left_out
 
     def sources(self, stored: Iterable[str]) -> dict[str, Sources]:
         stored = list(stored)

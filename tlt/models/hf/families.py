@@ -95,6 +95,8 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         head_dim=head_dim,
         max_positions=max_positions,
         tie_embeddings=bool(config.tie_word_embeddings),
+        rope_theta=_theta(config),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         raw=json.dumps(dict(raw), sort_keys=True),
         layer_windows=_windows(config),
         head_scale=1.0 if scaling is None else 1.0 / scaling,
@@ -104,6 +106,13 @@ def parse_any(raw: Mapping[str, Any], source: str) -> AnyConfig:
         mixes_heads=len(set(shapes)) > 1,
         is_hybrid=config.model_type in HYBRIDS,
     )
+
+
+def _theta(config: PreTrainedConfig) -> float:
+    """That of whole attention, which new drafters take."""
+    ropes = config.rope_parameters or {}
+    theta: float = ropes.get("full_attention", ropes).get("rope_theta", 10_000.0)
+    return theta
 
 
 def _within_a_chunk(config: PreTrainedConfig) -> int:

@@ -63,6 +63,10 @@ def convert_gguf(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     values = {name: field.contents() for name, field in reader.fields.items()}
     if values.get("tokenizer.ggml.pre") == "smollm":
         _cut_digits(tokenizer)
+    is_scaled = any(name.endswith(".rope.scaling.type") and of != "none" for name, of in values.items())
+    if is_scaled or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        what = "its positions are scaled, which transformers does not read of such a file"
+        raise UserError(f"{file}: {what}; use the model's safetensors")
     tokenizer.model_max_length = read.config.max_position_embeddings
     raw = read.config.to_dict() | {"architectures": [type(read).__name__], "quantization_config": None}
     stored = read.state_dict()

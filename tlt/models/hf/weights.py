@@ -65,8 +65,8 @@ class StoredTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors on the CPU, read on access, as `dtype` (None: as stored).
 
     Names and shapes are `expected_shapes(config)`. Raises UserError at once unless all are there, and on
-    access for values not finite as `dtype`. Two kinds of surplus are dropped: rotary `inv_freq` buffers of
-    old transformers, and a tied checkpoint's `lm_head.weight` if it equals the embedding.
+    access for values not finite as `dtype`. Two kinds of surplus are dropped: `SameNames.is_left_out`
+    (conversion.py), and a tied checkpoint's `lm_head.weight` if it equals the embedding.
     """
 
     def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
@@ -76,7 +76,8 @@ class StoredTensors(Mapping[str, Tensor]):
         expected = expected_shapes(config)
         self._names = list(expected)
         self._conversion = conversion_of(config)
-        self._sources = self._conversion.sources(self._stored)
+        found, is_left_out = self._conversion.sources(self._stored), self._conversion.is_left_out
+        self._sources = {name: of for name, of in found.items() if name in expected or not is_left_out(name)}
         has_tied_head = config.tie_embeddings and "lm_head.weight" in self._sources
         if has_tied_head:
             expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
@@ -135,6 +136,10 @@ def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         remedy = "download the checkpoint again, or use one from before its training diverged"
         raise UserError(f"{file}: tensor {name} holds NaN or infinite values as {dtype}; {remedy}")
+
+
+def stored_names(path: Path | str) -> list[str]:
+    return list(_stored_tensors(_weight_files(existing_directory(path))))
 
 
 def read_safetensors(path: Path | str) -> dict[str, Tensor]:
@@ -209,8 +214,7 @@ def _check_stored(
     if missing := [name for name in expected if name not in sources]:
         remedy = "download the checkpoint again, or correct config.json if it belongs to another model"
         raise UserError(f"{place}: {_listed(missing)} is missing; {remedy}")
-    unknown = sources.keys() - expected.keys()
-    if surplus := sorted(name for name in unknown if not name.endswith("rotary_emb.inv_freq")):
+    if surplus := sorted(sources.keys() - expected.keys()):
         described = f"a {config.architecture} model of {config.num_layers} layers"
         remedy = f"config.json describes {described} without it; correct one of the two"
         names = [name for target in surplus for name in sources[target].names]

@@ -82,11 +82,13 @@ class BegMab(StrategyTuner):
 
 
 def groups_of(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
-    """Off is in the last two buckets. No arm uses references: a batch may have none."""
+    """Off is in the last two buckets. No arm uses references: a batch may have none. A bucket for which all
+    arms are too small has the two largest."""
     drafting = [arm for arm in arms if not (arm.is_off or arm.uses_references)]
     drafting.sort(key=lambda arm: -arm.budget)
     groups = []
     for smallest, least, most in _BUCKETS:
         off = [Strategy.OFF] if smallest >= 5 else []
-        groups.append((smallest, off + [arm for arm in drafting if least <= arm.budget <= most]))
+        fitting = [arm for arm in drafting if least <= arm.budget <= most]
+        groups.append((smallest, off + (fitting or drafting[:2])))
     return groups

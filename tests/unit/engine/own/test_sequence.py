@@ -254,3 +254,11 @@ def test_a_stop_text_is_found_however_many_special_tokens_lie_between_its_letter
             sequence.extend((token,), (0.0,), decode)
         assert sequence.finish_reason == "stop"
         assert len(sequence.response_ids) == 3 + num_between
+
+
+def test_a_begun_response_ends_at_a_stop_text_in_its_middle() -> None:
+    params = SamplingParams(max_tokens=20, stop=("ab",))
+    begun = Request("p", 0, (1, 2), params, token_ids=(3, 1, 2, 3, 4), logprobs=(-1.0,) * 5)
+    sequence = Sequence.start(begun, 4096, lambda tokens: "".join(chr(96 + token) for token in tokens))
+    assert (sequence.finish_reason, sequence.response_ids) == ("stop", (3, 1, 2))
+    assert len(sequence.logprobs) == 3

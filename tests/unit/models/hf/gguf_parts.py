@@ -66,6 +66,8 @@ def write_gguf(
     for key, number in ({**numbers, "vocab_size": len(VOCABULARY)} | changes).items():
         if isinstance(number, int):
             writer.add_uint32(f"llama.{key}", number)
+        elif isinstance(number, str) and "." in key:
+            writer.add_string(f"llama.{key}", number)
     writer.add_float32("llama.rope.freq_base", config.rope_parameters["rope_theta"])
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")

@@ -73,6 +73,12 @@ def test_every_digit_is_a_token_and_control_tokens_end_responses(tmp_path: Path)
     assert tokenizer.encode_chat([{"role": "user", "content": "ab"}])
 
 
+def test_scaled_positions_are_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", make_model(ties_head=True), **{"rope.scaling.type": "yarn"})
+    with refused("its positions are scaled, which transformers does not read"):
+        convert_gguf(file, tmp_path / "out")
+
+
 @pytest.mark.parametrize("length", [0, 3, 100, 20_000])
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, length: int) -> None:
     whole = write_gguf(tmp_path / "m.gguf", make_model(ties_head=True)).read_bytes()

@@ -77,3 +77,13 @@ def test_its_choices_change_no_token() -> None:
         texts.append(tokens_of(engine, make_requests(6, 1, seed=0)))
     assert len(engine.stats.by_strategy) > 2
     assert texts[0] == texts[1]
+
+
+def test_every_bucket_has_arms_where_all_are_short() -> None:
+    """vLLM drafts chains of at most rollout.vllm.max_draft_tokens."""
+    for longest in (1, 4, 8, 15):
+        groups = groups_of(default_arms(("learned",), longest, trees=False))
+        for bucket, (_, arms) in enumerate(groups):
+            assert any(not arm.is_off for arm in arms)
+            for explore in (0.0, 1.0):
+                assert BegMab(groups).decide(bucket, explore, 0.99) in arms
