@@ -130,6 +130,14 @@ def test_a_model_that_is_not_there_is_one_line(folder: Path) -> None:
         Engine.from_pretrained(folder / "nowhere")
 
 
+def test_the_memory_of_the_caches_is_the_callers_to_give(folder: Path) -> None:
+    with pytest.raises(UserError, match="kv_gib: is 0; it must be greater than 0"):
+        Engine.from_pretrained(folder / "model", kv_gib=0)
+    small = Engine.from_pretrained(folder / "model", kv_gib=1e-9)
+    with pytest.raises(UserError, match=r"kv_gib: .* hold 0 tokens .*; give kv_gib at least"):
+        small.generate(PROMPTS, max_tokens=8)
+
+
 # ── configuration ───────────────────────────────────────────────────────────────────────────────────────────
 
 

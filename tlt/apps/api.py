@@ -33,7 +33,7 @@ from tlt.base.io.hub import Repository, resolve_model
 from tlt.base.speculation import parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Response, SamplingParams, UserError, checked, id_of, resolve_dtype
-from tlt.base.value_types import BatchSize, Samples, shorten
+from tlt.base.value_types import BatchSize, Gib, Samples, shorten
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.build.engine import load_engine
 from tlt.engine.build.model import ModelFolder, load_model_for, resolve_device
@@ -110,8 +110,9 @@ class Engine:
         max_batch_size: sequences decoded at a time.
         engine: TLT's own, or an installed vLLM with the same sampling law inside, which also takes models
             that TLT does not train (docs/vllm.md).
-        drafting: keys of the configuration section [drafter], such as vocabulary=4096, and implementation,
-            the code that computes the model ("own", "transformers" or "auto", docs/models.md).
+        drafting: keys of the configuration section [drafter], such as vocabulary=4096; implementation, the
+            code that computes the model ("own", "transformers" or "auto", docs/models.md); kv_gib, of all
+            caches (docs/memory.md).
         """
         checked("max_batch_size", max_batch_size, BatchSize)
         for name, value in {"path": path, **({} if drafter is None else {"drafter": drafter})}.items():
@@ -119,6 +120,7 @@ class Engine:
                 hub = "give a folder, or a name on the Hugging Face hub"
                 raise UserError(f"{name}: is {shorten(value)}; {hub}")
         implementation = checked("implementation", drafting.pop("implementation", "auto"), Implementation)
+        kv_gib = checked("kv_gib", drafting.pop("kv_gib", None), Gib | None)
         section = validate(DrafterSection, drafting, "drafter")
         if engine not in ("tlt", "vllm"):
             raise UserError(f"engine: is {shorten(engine)}; give tlt or vllm")
@@ -135,6 +137,7 @@ class Engine:
             max_batch_size=max_batch_size,
             engine=engine,
             drafting=section,
+            kv_gib=kv_gib,
         )
         model = load_model_for(resolve_model(path), engine, None, implementation)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
