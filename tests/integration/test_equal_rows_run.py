@@ -35,7 +35,12 @@ def assert_no_gap(out_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [KL, LORA, (*KL, *LORA, *MINIBATCHES)], ids=["a KL", "adapters", "all, in minibatches"]
+    "words",
+    [
+        pytest.param(KL, id="a KL", marks=pytest.mark.slow),
+        pytest.param(LORA, id="adapters", marks=pytest.mark.slow),
+        pytest.param((*KL, *LORA, *MINIBATCHES), id="all, in minibatches"),
+    ],
 )
 def test_the_update_has_the_engines_logprobs_with_and_without_drafts(
     words: tuple[str, ...], workspace: Path, tlt_here: Tlt, tmp_path: Path

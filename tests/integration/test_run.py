@@ -177,14 +177,18 @@ def measured_steps(out_dir: Path) -> list[int]:
     return [record.step for record in records(out_dir) if math.isfinite(record.drafter.acceptance)]
 
 
+@pytest.mark.parametrize(
+    "forks",
+    [pytest.param(True, id="forked ranks"), pytest.param(False, id="a user's", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations_and_best(
-    workspace: Path, speculating_run: Path, programs: Programs
+    workspace: Path, speculating_run: Path, programs: Programs, forks: bool
 ) -> None:
-    """The ranks that are interrupted have started as a user's do."""
-    out_dir = workspace / "interrupted"
+    """forks: or the ranks start as a user's do, and import all that they need."""
+    out_dir = workspace / f"interrupted-{forks}"
     given = (str(workspace / "run.toml"), "--run.out_dir", str(out_dir), "--evaluation.every", "1")
     reader, writer = os.pipe()
-    process = programs.begin(*command(workspace, *given), (writer, writer), forks=False)
+    process = programs.begin(*command(workspace, *given), (writer, writer), forks)
     os.close(writer)
     metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.left import children
+from tests.integration.programs import Programs
 from tests.unit.models.hf.checkpoint_parts import hash_of
 from tests.unit.training.environments import parts
 from tests.unit.training.environments.test_turns import TOOLS, configure, tokens_of
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 2
 
 
-def begin(config: Any, path: Path, calls: Path, *words: str) -> subprocess.Popen[bytes]:
+def begin(programs: Programs, config: Any, path: Path, calls: Path, *words: str) -> int:
+    """Returns the process that begins the run, or goes on with it."""
     path.write_text(config.to_json())
     environment = {
         **os.environ,
@@ -38,15 +39,26 @@ def begin(config: Any, path: Path, calls: Path, *words: str) -> subprocess.Popen
     }
     command = [sys.executable, "-m", "tlt", "train", *(words or [str(path)])]
     with (path.parent / "output.log").open("ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return programs.begin(command, environment, (log.fileno(), log.fileno()))
 
 
-def kill_all(process: int) -> None:
+def finish(programs: Programs, *what: Any) -> None:
+    begin(programs, *what)
+    assert programs.wait(300) == 0
+
+
+def is_running(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+def kill_all(programs: Programs, process: int) -> None:
     """The launcher alone would have its ranks stop in order, with a checkpoint."""
     ranks = children(process)
     for one in (process, *ranks):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
+    programs.wait(60)
+    time.sleep(1.0)  # workers end with their rank
 
 
 def lines(path: Path) -> list[str]:
@@ -89,7 +101,9 @@ def steps_of(num_ranks: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_after_kills_rewards_read_the_environments_that_were_left(tmp_path: Path, num_ranks: int) -> None:
+def test_after_kills_rewards_read_the_environments_that_were_left(
+    tmp_path: Path, programs: Programs, num_ranks: int
+) -> None:
     model = parts.write_model(tmp_path / "model")
 
     def config(name: str) -> Any:
@@ -99,18 +113,16 @@ def test_after_kills_rewards_read_the_environments_that_were_left(tmp_path: Path
         return configure(model, tmp_path / name, "game", run=run, rollout=rollout, rewards=rewards)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert begin(config("whole"), tmp_path / "whole.json", tmp_path / "calls").wait(300) == 0
+    finish(programs, config("whole"), tmp_path / "whole.json", tmp_path / "calls")
     words: tuple[str, ...] = ()
     for more in (3, 14):
-        program = begin(config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words)
+        program = begin(programs, config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words)
         before = num_scored(killed)
-        while num_scored(killed) < before + more and program.poll() is None:
-            time.sleep(0.005)
-        kill_all(program.pid)
-        program.wait(60)
-        time.sleep(1.0)  # workers end with their rank
+        while num_scored(killed) < before + more and is_running(program):
+            time.sleep(0.02)
+        kill_all(programs, program)
         words = ("--resume", str(killed))
-    assert begin(config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words).wait(300) == 0
+    finish(programs, config("killed"), tmp_path / "killed.json", tmp_path / "calls", *words)
     assert hash_of(killed / "policy") == hash_of(whole / "policy")
     assert sorted(tokens_of(killed)) == sorted(tokens_of(whole))
     found, known = ([json.loads(line) for line in lines(of / "metrics.jsonl")] for of in (killed, whole))
@@ -120,7 +132,9 @@ def test_after_kills_rewards_read_the_environments_that_were_left(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_ranks: int) -> None:
+def test_after_kills_the_run_is_the_one_never_disturbed(
+    tmp_path: Path, programs: Programs, num_ranks: int
+) -> None:
     model = parts.write_model(tmp_path / "model")
 
     def config(name: str) -> Any:
@@ -129,24 +143,22 @@ def test_after_kills_the_run_is_the_one_never_disturbed(tmp_path: Path, num_rank
         return configure(model, tmp_path / name, "tools", run=run, rollout=rollout)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert begin(config("whole"), tmp_path / "whole.json", tmp_path / "whole.calls").wait(300) == 0
+    finish(programs, config("whole"), tmp_path / "whole.json", tmp_path / "whole.calls")
     total = len(lines(tmp_path / "whole.calls"))
     assert total > 20
     calls = tmp_path / "killed.calls"
     words: tuple[str, ...] = ()
     settled = 0
     for asked in (total // 5, total * 4 // 5):
-        program = begin(config("killed"), tmp_path / "killed.json", calls, *words)
+        program = begin(programs, config("killed"), tmp_path / "killed.json", calls, *words)
         before = len(lines(calls))
-        while len(lines(calls)) < before + max(asked - settled, 1) and program.poll() is None:
-            time.sleep(0.005)
-        kill_all(program.pid)
-        program.wait(60)
-        time.sleep(1.0)  # workers end with their rank
+        while len(lines(calls)) < before + max(asked - settled, 1) and is_running(program):
+            time.sleep(0.02)
+        kill_all(programs, program)
         settled = written(killed)
         words = ("--resume", str(killed))
     before = len(lines(calls))
-    assert begin(config("killed"), tmp_path / "killed.json", calls, *words).wait(300) == 0
+    finish(programs, config("killed"), tmp_path / "killed.json", calls, *words)
     assert len(lines(calls)) - before == total - settled
     assert settled > total // 4
     assert hash_of(killed / "policy") == hash_of(whole / "policy")

@@ -64,7 +64,7 @@ def audit(
     ("mode", "params"),
     [
         *(("switching", params) for params in PARAMS),
-        *((mode, PARAMS[-1]) for mode in ("off", "chain", "tree")),
+        *(pytest.param(mode, PARAMS[-1], marks=pytest.mark.slow) for mode in ("off", "chain", "tree")),
     ],
     ids=lambda p: p if isinstance(p, str) else f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}",
 )
@@ -87,7 +87,7 @@ def with_fault(fault: Verify, monkeypatch: pytest.MonkeyPatch) -> RolloutEngine:
     "params",
     [
         pytest.param(PARAMS[1], id="sampled"),
-        pytest.param(PARAMS[3], id="top-k"),
+        pytest.param(PARAMS[3], id="top-k", marks=pytest.mark.slow),
         pytest.param(PARAMS[0], id="greedy"),
     ],
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.lossless.helpers import (
     BLOCKS,
     Switching,
@@ -19,7 +22,7 @@ from tests.lossless.helpers import (
     tokens_of,
 )
 from tlt.base.strategy import Strategy
-from tlt.base.types import id_of
+from tlt.base.types import ResponseId, id_of
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.learned import feature_history
 from tlt.engine import memory
@@ -28,30 +31,43 @@ from tlt.speculation.tuner.tuner import Fixed, default_arms
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=2, seed=11)
-OFF = tokens_of(make_engine(POLICY), REQUESTS)
 LONG = [replace(r, params=replace(r.params, max_tokens=90, stop_ids=())) for r in REQUESTS[:10]]
 CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 4, 3, 12)
 SHORT = Strategy("learned", 2, 1, 2)
 forms = pytest.mark.parametrize("form", BLOCKS)
 
 
-@forms
+@cache
+def off() -> dict[ResponseId, tuple[int, ...]]:
+    """The tokens of all responses without speculation."""
+    return tokens_of(make_engine(POLICY), REQUESTS)
+
+
+STAR, HYBRID = Strategy("learned", 1, 4, 4), Strategy("hybrid", 6, 1, 6)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "max_batch_size"),
-    [
-        (CHAIN, 1),
-        (TREE, 1),
-        (CHAIN, 5),
-        (Strategy("learned", 1, 4, 4), 5),
-        (TREE, 5),
-        (Strategy("hybrid", 6, 1, 6), 5),
-    ],
+    ("form", "strategy", "max_batch_size"),
+    cases(
+        (
+            (form, *case)
+            for form, case in product(BLOCKS, [*product((CHAIN, TREE), (1, 5)), (STAR, 5), (HYBRID, 5)])
+        ),
+        usual=[
+            ("dflash", CHAIN, 1),
+            ("dflash", TREE, 5),
+            ("dspark", TREE, 1),
+            ("dspark", HYBRID, 5),
+            ("reduced", CHAIN, 5),
+            ("reduced", STAR, 5),
+        ],
+    ),
     ids=str,
 )
 def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_batch_size: int) -> None:
     engine = make_engine(POLICY, Fixed(strategy), form, max_batch_size=max_batch_size)
     requests = REQUESTS[::2] if max_batch_size == 1 else REQUESTS
-    assert tokens_of(engine, requests) == {id_of(request): OFF[id_of(request)] for request in requests}
+    assert tokens_of(engine, requests) == {id_of(request): off()[id_of(request)] for request in requests}
     assert engine.stats.num_verifications > 0
 
 
@@ -59,10 +75,13 @@ def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_bat
 def test_drafts_that_come_late_from_a_short_memory_change_no_token(form: str) -> None:
     tuner = Switching([Strategy.OFF, Strategy.OFF, CHAIN, SHORT, TREE], seed=3)
     engine = make_engine(POLICY, tuner, form, max_batch_size=5, window=6)
-    assert tokens_of(engine, REQUESTS) == OFF
+    assert tokens_of(engine, REQUESTS) == off()
 
 
-@pytest.mark.parametrize(("form", "num_sequences"), [("dspark", 1.0), ("dflash", 2.5), ("reduced", 2.5)])
+@pytest.mark.parametrize(
+    ("form", "num_sequences"),
+    cases([("dspark", 1.0), ("dflash", 2.5), ("reduced", 2.5)], usual=[("dflash", 2.5)]),
+)
 def test_a_budget_that_forces_preemption_changes_no_token(
     form: str, num_sequences: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +112,7 @@ def test_responses_that_change_engines_on_the_way_keep_their_tokens(form: str) -
             if rng.random() < 0.3:
                 num = len(engine.running)
                 other.add(engine.withdraw(rng.sample(range(num), rng.randint(0, num))))
-    assert found == OFF
+    assert found == off()
 
 
 @forms
@@ -107,12 +126,12 @@ def test_new_weights_in_the_middle_of_a_rollout_change_no_token(form: str) -> No
         if version % 7 == 0:
             tensors = learned.model.model_class(BLOCKS[form]).initialize(version).state_dict()
             learned.load(tensors, version)
-    assert found == OFF
+    assert found == off()
     assert {id_of(request) for request in REQUESTS} == set(found)
 
 
 @forms
-@pytest.mark.parametrize("strategy", [CHAIN, SHORT], ids=str)
+@pytest.mark.parametrize("strategy", cases([CHAIN, SHORT], usual=[CHAIN]), ids=str)
 def test_float32_drafts_with_the_compiled_loops_are_those_of_the_plain_attention(
     form: str, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

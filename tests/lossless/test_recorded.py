@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import cases
 from tests.lossless.helpers import (
     Switching,
     make_engine,
@@ -27,14 +30,20 @@ from tlt.speculation.tuner.tuner import Fixed
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
-OFF = tokens_of(make_engine(POLICY), REQUESTS)
 ASKED = {1: REQUESTS[::5], 5: REQUESTS[::2], 28: REQUESTS}
 """By batch size. One response of each sampling setting, one at a time, is enough for shapes to return."""
+
+
+@cache
+def off() -> dict[ResponseId, tuple[int, ...]]:
+    """The tokens of all responses without speculation."""
+    return tokens_of(make_engine(POLICY), REQUESTS)
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts eager and replayed runs."""
+    off()  # without recordings
     replay_here(monkeypatch)
     found, plain = Counter[str](), Graphs.run
 
@@ -55,14 +64,17 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 28])
-@pytest.mark.parametrize("strategy", ["off", "learned:4x1x4", "learned:3x2x6", "ngram:6x1x6", "hybrid:7x1x7"])
+STRATEGIES = ("off", "learned:4x1x4", "learned:3x2x6", "ngram:6x1x6", "hybrid:7x1x7")
+USUAL = [("off", 28), ("learned:4x1x4", 28), ("learned:4x1x4", 1), ("learned:3x2x6", 5), ("ngram:6x1x6", 28)]
+
+
+@pytest.mark.parametrize(("strategy", "batch_size"), cases(product(STRATEGIES, ASKED), USUAL))
 def test_recordings_change_no_token(strategy: str, batch_size: int, replays: Counter[str]) -> None:
     parsed = Strategy.parse(strategy)
     engine = make_engine(POLICY, None if parsed.is_off else Fixed(parsed), max_batch_size=batch_size)
     asked = ASKED[batch_size]
     for _ in range(2):  # the caches start anew, and what was recorded of them is void
-        assert tokens_of(engine, asked) == {id_of(request): OFF[id_of(request)] for request in asked}
+        assert tokens_of(engine, asked) == {id_of(request): off()[id_of(request)] for request in asked}
     assert replays["target recorded"] > 0
     if strategy == "learned:4x1x4":
         assert replays["draft recorded"] > 0
@@ -83,13 +95,13 @@ def test_strategies_and_drafters_that_change_while_responses_run_change_no_token
         if steps % 20 == 0:
             weights = {name: value + 0.01 * steps for name, value in model.state_dict().items()}
             learned.load(weights, steps)
-    assert found == OFF
+    assert found == off()
     assert replays["target recorded"] > 0
 
 
 def test_an_updated_policy_is_what_a_recording_computes_with(replays: Counter[str]) -> None:
     engine = make_engine(POLICY, Fixed(Strategy.parse("learned:4x1x4")), max_batch_size=5)
-    assert tokens_of(engine, REQUESTS) == OFF
+    assert tokens_of(engine, REQUESTS) == off()
     other = make_policy(seed=2)
     engine.load_policy(dict(other.named_parameters()), 1)
     assert tokens_of(engine, REQUESTS) == tokens_of(make_engine(other), REQUESTS)

@@ -9,10 +9,13 @@ multiple of any kernel's width. The law's own kernel is held to the same in test
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import cases
 from tests.lossless.helpers import Switching, make_engine, make_policy, tokens_of
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
@@ -70,8 +73,11 @@ def twins_among(found: dict[tuple[str, int], tuple[int, ...]]) -> list[int]:
     return [token for tokens in found.values() for token in tokens if TWINS <= token < 2 * TWINS]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 7, 40])
+@pytest.mark.parametrize(
+    ("batch", "dtype"),
+    cases(product([1, 7, 40], DTYPES), usual=[(1, torch.bfloat16), (7, torch.float64), (40, torch.float32)]),
+    ids=str,
+)
 def test_the_lowest_of_equal_scores_is_drawn_in_every_dtype_and_batch(dtype: torch.dtype, batch: int) -> None:
     engine = engine_with_twins(STRATEGIES, dtype, batch)
     found = tokens_of(engine, requests(max(batch, 3)))

@@ -32,6 +32,8 @@ MAY_USE: dict[str, set[str]] = {
 }
 ABOVE_ALL = {"__init__", "__main__"}
 
+parse = cache(ast.parse)
+
 
 def find_violations(module: str, source: str) -> list[str]:
     """The imports in `source` that its place forbids. `module` is dotted, such as "tlt.engine.own.engine"."""
@@ -51,7 +53,7 @@ def _wing(module: str) -> str:
 def _imported_names(module: str, source: str) -> list[tuple[int, str]]:
     """(line, dotted name) of everything imported, those for type checkers and inside functions included."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -173,7 +175,7 @@ INSIDE = "tlt.engine.vllm.inside"
 
 def _imported(source: str) -> list[str]:
     """Names of modules that are imported anywhere in a source."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parse(source)))
     return [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names] + [
         f"{node.module}.{alias.name}"
         for node in nodes
@@ -199,7 +201,7 @@ def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
     for module, source in _modules().items():
         if not module.startswith("tlt.speculation.law"):
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             also = COMPILED_WITH.get(module, set())
@@ -232,7 +234,7 @@ def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_wor
 ) -> None:
     found = {}
     for module, source in _modules().items():
-        tree = ast.parse(source)
+        tree = parse(source)
         imported = [
             node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports(node, compiled)
         ]

@@ -166,7 +166,7 @@ PROMPTS = make_prompts()
 
 @pytest.fixture(scope="module")
 def base_prompts() -> list[list[int]]:
-    texts = ["[9,13,15:47]", "[3,4:12]", "[7,11,14:50]"]
+    texts = ["[9,13,15:47]", "[3,4:12]"]
     vocabulary = {character: id for id, character in enumerate("0123456789+-*/=,:[]x!", start=3)}
     return [[1, *(vocabulary[character] for character in text)] for text in texts]
 
@@ -179,7 +179,14 @@ def said_by_the_package(base_prompts: list[list[int]]) -> Tokens:
     return by_the_package(engine, 2, 150, base_prompts, 3)
 
 
-@pytest.mark.parametrize("tuner", [None, TUNERS[1], TUNERS[3]], ids=["off", TUNER_NAMES[1], TUNER_NAMES[3]])
+@pytest.mark.parametrize(
+    "tuner",
+    [
+        pytest.param(None, id="off", marks=pytest.mark.slow),
+        pytest.param(TUNERS[1], id=TUNER_NAMES[1], marks=pytest.mark.slow),
+        pytest.param(TUNERS[3], id=TUNER_NAMES[3]),
+    ],
+)
 def test_the_recipes_model_says_what_it_says_in_the_packages_engine(
     tuner: object, base_prompts: list[list[int]], said_by_the_package: Tokens
 ) -> None:

@@ -97,7 +97,7 @@ def modules() -> dict[str, str]:
 
 def imports_when_loaded(source: str) -> Iterator[str]:
     """Yields the names that a module imports when it is loaded, not later and not for type checkers."""
-    found: list[ast.AST] = list(ast.parse(source).body)
+    found: list[ast.AST] = list(parse(source).body)
     while found:
         node = found.pop()
         if isinstance(node, ast.Import):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import cases
 from tests.lossless.helpers import CONFIG, VOCAB, Given, make_policy, pack
 from tests.unit.drafter.block_parts import (
     DEEP,
@@ -188,7 +189,7 @@ RESPONSES = [
 ]
 
 
-@pytest.mark.parametrize("preset", ["dflash-pace", "dspark"])
+@pytest.mark.parametrize("preset", cases(["dflash-pace", "dspark"], usual=["dspark"]))
 def test_the_loss_falls_and_longer_chains_are_accepted(preset: str) -> None:
     shape = drafter_shape(DEEP, PRESETS[preset].method, block=BlockOptions(2, NUM_DRAFTED))
     model = new_model(shape).initialize(0)

@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from tests.cases import cases
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published.json").read_text())
 FURTHER = Path(__file__).parents[1] / "published_configs"
@@ -24,7 +25,7 @@ USUAL = ("Qwen3-0.6B", "Qwen3-30B-A3B", "gpt-oss-20b", "gemma-2-2b", "gemma-4-E2
 
 def families(names: Iterable[str], usual: Sequence[str] = USUAL) -> list[Any]:
     """A test's parameters: `make test` takes the usual ones, `make proofs` the others, too."""
-    return [name if name in usual else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return cases(names, usual)
 
 
 def shrunk(name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AttentionInterface
 
+from tests.cases import cases
 from tests.refused import refused
 from tests.unit.models.compared import (
     adapter_gap,
@@ -23,6 +25,7 @@ from tests.unit.models.compared import (
 from tests.unit.models.families import (
     EVERY,
     PUBLISHED,
+    USUAL,
     VOCAB,
     families,
     logprobs,
@@ -51,8 +54,14 @@ TEXT_PARTS = ["gemma-4-E2B", "gemma-4-26B-A4B", "Llama-4-Scout-17B-16E"]
 """Which the checkpoints that also read images hold."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", families(COMPUTED + TEXT_PARTS))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cases(
+        product(COMPUTED + TEXT_PARTS, (torch.float64, torch.float32)),
+        usual=[*((name, torch.float64) for name in USUAL), ("gemma-2-2b", torch.float32)],
+    ),
+    ids=str,
+)
 def test_trees_and_off_generate_what_transformers_computes(name: str, dtype: torch.dtype) -> None:
     found = generated(name, dtype)
     assert max(found.logprob_gap, found.greedy_gap) < (1e-4 if dtype == torch.float32 else precision(name))
@@ -185,7 +194,11 @@ def test_llama_4_is_computed_up_to_its_chunk_and_its_first_change_of_temperature
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-3-1b", "Mixtral-8x7B", "GLM-4.5-Air", "gpt-oss-20b", "Apertus-8B", *TEXT_PARTS, *HYBRID]
+    "name",
+    families(
+        ["gemma-3-1b", "Mixtral-8x7B", "GLM-4.5-Air", "gpt-oss-20b", "Apertus-8B", *TEXT_PARTS, *HYBRID],
+        usual=["Mixtral-8x7B", "GLM-4.5-Air", *USUAL],
+    ),
 )
 def test_a_checkpoint_is_read_and_written_with_transformers_names(name: str, tmp_path: Path) -> None:
     """Experts are fused in a module and single in a file; GLM and Apertus store buffers, too."""

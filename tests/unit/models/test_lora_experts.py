@@ -4,15 +4,17 @@ tests/referee/test_peft_experts.py compares with."""
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cases import cases
 from tests.refused import refused
 from tests.unit.models.compared import config_of, logits_of, make_policy
-from tests.unit.models.families import reference
+from tests.unit.models.families import families, reference
 from tests.unit.models.test_lora import make_config, trained
 from tlt.apps.plan.memory import plan_memory
 from tlt.apps.plan.sizes import PlannedRun
@@ -30,21 +32,19 @@ TENSORS = ("experts.gate_up_proj", "experts.down_proj")
 DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        *((name, (*ATTENTION, *TENSORS)) for name in EXPERTS[:4]),
-        ("GLM-4.5-Air", (*ATTENTION, *DENSE, *TENSORS)),
-        ("phi-4", ("o_proj", "qkv_proj", "gate_up_proj", "down_proj")),
-        ("gemma-3-1b", (*ATTENTION, *DENSE)),
-        ("Apertus-8B", (*ATTENTION, "up_proj", "down_proj")),
-    ],
-)
-def test_the_default_adapts_every_matrix_and_the_engine_gets_the_sum(
-    name: str, kinds: tuple[str, ...]
-) -> None:
+KINDS = {
+    **dict.fromkeys(EXPERTS[:4], (*ATTENTION, *TENSORS)),
+    "GLM-4.5-Air": (*ATTENTION, *DENSE, *TENSORS),
+    "phi-4": ("o_proj", "qkv_proj", "gate_up_proj", "down_proj"),
+    "gemma-3-1b": (*ATTENTION, *DENSE),
+    "Apertus-8B": (*ATTENTION, "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("name", families(KINDS, usual=["gpt-oss-20b", "GLM-4.5-Air", "phi-4"]))
+def test_the_default_adapts_every_matrix_and_the_engine_gets_the_sum(name: str) -> None:
     policy = make_policy(name)
-    assert set(targets_of(policy.config, make_config().lora)) == set(kinds)
+    assert set(targets_of(policy.config, make_config().lora)) == set(KINDS[name])
     expected = logits_of(policy)
     target = AnyTarget(policy.config, torch.float64)
     target.load(FullTensors(policy, torch.float64), 1)
@@ -75,7 +75,9 @@ def test_an_expert_s_matrix_gets_its_own_pair(name: str) -> None:
             assert (found[path][expert] - wanted).abs().max() < 1e-14
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b", "GLM-4.5-Air"])
+@pytest.mark.parametrize(
+    "name", families(["Qwen3-30B-A3B", "gpt-oss-20b", "GLM-4.5-Air"], usual=["gpt-oss-20b"])
+)
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "experts.down_proj")], ids=" ".join)
 def test_a_saved_adapter_is_merged_and_trained_on(
     name: str, targets: tuple[str, ...], tmp_path: Path
@@ -104,8 +106,13 @@ def test_a_saved_adapter_is_merged_and_trained_on(
     assert all(torch.equal(tensor, start[path].float()) for path, tensor in adapter.tensors.items())
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "GLM-4.5-Air"])
-@pytest.mark.parametrize("has_attention", [True, False])
+@pytest.mark.parametrize(
+    ("name", "has_attention"),
+    cases(
+        product(["Qwen3-30B-A3B", "Mixtral-8x7B", "GLM-4.5-Air"], [True, False]),
+        usual=[("Mixtral-8x7B", True), ("Qwen3-30B-A3B", False)],
+    ),
+)
 def test_an_adapter_of_single_experts_is_merged_as_transformers_4_named_them(
     name: str, has_attention: bool, tmp_path: Path
 ) -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.cases import cases
 from tests.lossless.helpers import ArtificialDrafter, Switching, by_id
 from tests.refused import refused
 from tests.unit.models.compared import TREES, config_of, make_requests
-from tests.unit.models.families import reference, shrunk
+from tests.unit.models.families import families, reference, shrunk
 from tests.unit.models.test_lora_experts import EXPERTS
 from tests.unit.training.update.test_policy import OPTIMIZER
 from tlt.apps.run.start import preflight
@@ -72,7 +73,7 @@ def routes_of(rollout: Rollout, shape: tuple[int, int]) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", families(EXPERTS, usual=["Qwen3-30B-A3B", "gpt-oss-20b"]))
 def test_the_engine_records_the_experts_of_every_token_that_it_reads(name: str) -> None:
     off = by_id(make_engine(name, "none").generate(make_requests()))
     assert all(rollout.routes is None for rollout in off.values())
@@ -217,7 +218,7 @@ def make_rollouts(name: str) -> list[Rollout]:
     return found
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", families(EXPERTS, usual=["Qwen3-30B-A3B", "gpt-oss-20b", "GLM-4.5-Air"]))
 def test_the_update_takes_the_experts_that_the_engine_took(name: str) -> None:
     policy, rollouts, model = (
         make_policy(name, checkpoints_activations=True),
@@ -266,7 +267,7 @@ def make_trainer(policy: AnyTransformer, minibatches: int = 1) -> PolicyTrainer:
     return PolicyTrainer(policy, section, OPTIMIZER, sampling, 10, gradients_of(policy, None))
 
 
-@pytest.mark.parametrize("routes", ["all", "first"])
+@pytest.mark.parametrize("routes", cases(["all", "first"], usual=["first"]))
 def test_metrics_tell_the_loads_of_experts_and_that_engine_and_update_take_the_same(
     routes: sequence.Routes,
 ) -> None:

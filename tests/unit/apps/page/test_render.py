@@ -171,19 +171,19 @@ def test_the_interval_of_a_share_is_wilsons(
     assert mean_interval(np.array(values), is_share=True) == pytest.approx(expected, abs=1e-3)
 
 
-def test_turns_have_a_section_where_responses_have_several(tmp_path: Path) -> None:
+def test_turns_have_a_section_where_responses_have_several(text: str, tmp_path: Path) -> None:
     page = make_page([make_conversation(tmp_path / "run")])
     for key in ("turns", "calls", "tool-seconds", "waiting", "turn-drafts"):
         assert f'id="chart-{key}"' in page
     run = read_run(tmp_path / "run", "run")
     assert run.values(WAIT_SHARE) == pytest.approx([1.2 / (4 * 6.0)] * 2)
-    assert 'id="chart-calls"' not in make_page([make_run(tmp_path / "other")])
+    assert 'id="chart-calls"' not in text
 
 
-def test_an_environment_that_is_not_deterministic_is_told(tmp_path: Path) -> None:
+def test_an_environment_that_is_not_deterministic_is_told(text: str, tmp_path: Path) -> None:
     told = "another run with its seed, with speculation or without, may have other tokens"
     folder = make_run(tmp_path / "run", num_steps=1)
-    config = json.loads((folder / "config.json").read_text())
-    for value in (True, False):
-        (folder / "config.json").write_text(json.dumps(config | {"environment": {"deterministic": value}}))
-        assert (told in make_page([folder])) is not value
+    config = json.loads((folder / "config.json").read_text()) | {"environment": {"deterministic": False}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert told in make_page([folder])
+    assert told not in text

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.lossless.helpers import CONFIG, make_policy
 from tests.unit.engine.own.pretend_device import DEVICE, Crossings, plain, pretended
 from tlt.base.strategy import Strategy
@@ -89,7 +90,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "method"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    cases(
+        CASES,
+        usual=[
+            *((strategy, "eagle") for strategy in (*STRATEGIES[::3], STRATEGIES[-1])),
+            ("learned:4x3x12", "dspark"),
+        ],
+    ),
+)
 def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences(
     strategy: str, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.lossless.helpers import CONFIG, STOP, Switching, make_engine, make_policy, random_drafter
 from tlt.base.strategy import Strategy
 from tlt.base.types import Finished, Request, Rollout, SamplingParams, Turns, id_of
@@ -110,16 +113,25 @@ def told(rollouts: dict[Any, Rollout]) -> dict[Any, tuple[int, ...]]:
     return {one: rollout.token_ids for one, rollout in rollouts.items()}
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("arm", ["off", "learned:3x1x3", "ngram:3x1x3", "hybrid:2x2x3", "switching"])
+@cache
+def alone(greedy: bool) -> dict[Any, Rollout]:
+    return converse(build("off", parks=False, max_batch_size=1), requests(greedy=greedy))
+
+
+@pytest.mark.parametrize(
+    ("arm", "greedy"),
+    cases(
+        product(["off", "learned:3x1x3", "ngram:3x1x3", "hybrid:2x2x3", "switching"], [False, True]),
+        usual=[("off", False), ("learned:3x1x3", False), ("switching", False), ("switching", True)],
+    ),
+)
 def test_what_is_kept_changes_no_token(arm: str, greedy: bool) -> None:
-    asked = requests(greedy=greedy)
-    alone = converse(build("off", parks=False, max_batch_size=1), asked)
+    asked, expected = requests(greedy=greedy), alone(greedy)
     engine = build(arm, parks=True)
     kept = converse(engine, asked)
-    assert told(kept) == told(alone)
+    assert told(kept) == told(expected)
     for one, rollout in kept.items():
-        assert torch.allclose(torch.tensor(rollout.logprobs), torch.tensor(alone[one].logprobs), atol=1e-9)
+        assert torch.allclose(torch.tensor(rollout.logprobs), torch.tensor(expected[one].logprobs), atol=1e-9)
     assert any(rollout.turns and len(rollout.turns.given) > 1 for rollout in kept.values())
     assert engine.stats.num_kept_tokens > 0
     assert engine.stats.num_reread_tokens == 0

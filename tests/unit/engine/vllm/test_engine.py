@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -200,14 +201,16 @@ def texts(rollouts: Sequence[Rollout]) -> dict[tuple[str, int], tuple[int, ...]]
     return {(rollout.problem_id, rollout.sample_index): rollout.token_ids for rollout in rollouts}
 
 
-EXPECTED = {(request.problem_id, request.sample_index): by_the_law(request) for request in REQUESTS}
+@cache
+def expected() -> dict[tuple[str, int], tuple[int, ...]]:
+    return {(request.problem_id, request.sample_index): by_the_law(request) for request in REQUESTS}
 
 
 @pytest.mark.parametrize("finds", [1, 3])
 @pytest.mark.parametrize("tuner", [None, Fixed(CHAINS[3]), Told(CHAINS)], ids=["off", "fixed", "switching"])
 def test_responses_are_the_law_s_however_they_are_drafted(tuner: Any, finds: int) -> None:
     engine = engine_over(PretendLink(finds=finds), tuner)
-    assert texts(list(engine.generate(REQUESTS))) == EXPECTED
+    assert texts(list(engine.generate(REQUESTS))) == expected()
     assert engine.is_idle
 
 
@@ -292,7 +295,7 @@ def test_responses_go_on_in_another_engine(tuner: Any) -> None:
     for engine in (first, second):
         while not engine.is_idle:
             found += engine.step()
-    assert texts([finished.rollout for finished in found]) == EXPECTED
+    assert texts([finished.rollout for finished in found]) == expected()
     assert all(len(f.rollout.logprobs) == len(f.rollout.token_ids) for f in found)
 
 
@@ -313,7 +316,7 @@ def test_nothing_is_left_after_an_abort_and_asking_again_gives_the_same() -> Non
     assert engine.is_idle
     assert (engine.room, engine.num_waiting, link.requests) == (SLOTS, 0, {})
     assert engine.step() == []
-    assert texts(list(engine.generate(REQUESTS))) == EXPECTED
+    assert texts(list(engine.generate(REQUESTS))) == expected()
 
 
 def test_room_and_waiting_follow_the_queue() -> None:
@@ -407,7 +410,7 @@ def test_the_self_check_leaves_nothing_behind_and_lets_the_law_pass() -> None:
     check_law(engine, VOCAB)
     assert (engine.tuner, engine.is_idle, engine.stats.num_steps, link.depth) == (tuner, True, 0, 0)
     assert link.table.recorded is None
-    assert texts(list(engine.generate(REQUESTS))) == EXPECTED
+    assert texts(list(engine.generate(REQUESTS))) == expected()
 
 
 def another_position(link: PretendLink) -> None:

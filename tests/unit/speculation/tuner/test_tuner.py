@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
+from tests.cases import cases
 from tlt.base.speculation import Adaptive, parse_speculation
 from tlt.base.strategy import Strategy
 from tlt.base.types import UserError
@@ -182,13 +183,15 @@ def test_a_short_rollout_loses_little_to_a_drafter_that_is_of_no_use(batch_size:
     assert off / seconds > 0.9
 
 
-@pytest.mark.parametrize("half_rows", [25.0, 200.0])
-@pytest.mark.parametrize("kinds", [("ngram",), ALL])
+@pytest.mark.parametrize(
+    ("kinds", "half_rows"),
+    cases(product([("ngram",), ALL], [25.0, 200.0]), usual=[(("ngram",), 25.0), (ALL, 200.0)]),
+)
 def test_a_text_that_begins_to_repeat_itself_is_noticed(kinds: Sequence[str], half_rows: float) -> None:
     """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on. Four
     times."""
     arms, ideal, seconds = default_arms(kinds, trees=False), 0.0, 0.0
-    for seed, step in itertools.product(range(4), range(2400)):
+    for seed, step in product(range(4), range(2400)):
         if step == 0:
             machine, tuner = Machine({}, half_rows, seed), CostModel(arms)
         repeats = step // 400 % 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import cases
 from tests.unit.apps.cli.parts import fail, read_lines, succeed, write_lines
 from tests.unit.training.environments import parts, tools
 from tests.unit.training.environments.test_turns import KINDS, configure, responses
@@ -45,7 +46,7 @@ def generate(
     return found, read_lines("out.jsonl")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, usual=["tools"]))
 def test_speculation_changes_neither_tokens_nor_turns(
     model: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def test_speculation_changes_nothing(
 ) -> None:
     """Nor does it change what the environment is asked."""
     told, asked = [], []
-    for speculation in ("off", "ngram:3x1x3", "ngram:3x2x6"):
+    for speculation in ("off", "ngram:3x2x6"):
         folder, calls = tmp_path / speculation.replace(":", "-"), tmp_path / f"{speculation}.calls"
         calls.touch()
         monkeypatch.setenv("TLT_TEST_CALLS", str(calls))
@@ -79,8 +79,8 @@ def test_speculation_changes_nothing(
         assert train(config).is_finished
         told.append((hash_of(folder / "policy"), tokens_of(folder)))
         asked.append(Counter(calls.read_text().splitlines()))
-    assert told[0] == told[1] == told[2]
-    assert asked[0] == asked[1] == asked[2]
+    assert told[0] == told[1]
+    assert asked[0] == asked[1]
     assert told[0][0] != hash_of(model)
     turns = [one["turns"] for one in responses(tmp_path / "off")]
     assert sum(len(one["given"]) for one in turns) > 4
