@@ -15,14 +15,16 @@ from torch.nn.attention import varlen
 from tlt.base.uploads import upload
 from tlt.models.attention_form import AttentionForm
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM, EVEN_HEAD_DIM = 256, 8
 
 
 def serves(qkv_NSD: Tensor, form: AttentionForm) -> bool:
     """A window is the kernel's, a softcap and sinks are not."""
     is_half = qkv_NSD.dtype in (torch.bfloat16, torch.float16)
     is_known = form.softcap is None and form.sinks_H is None
-    return qkv_NSD.is_cuda and is_half and is_known and qkv_NSD.shape[-1] <= MOST_HEAD_DIM and has_kernel()
+    head_dim = qkv_NSD.shape[-1]
+    is_size = head_dim <= MOST_HEAD_DIM and head_dim % EVEN_HEAD_DIM == 0
+    return qkv_NSD.is_cuda and is_half and is_known and is_size and has_kernel()
 
 
 @cache

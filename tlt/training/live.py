@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tlt.base.config.drafter import DrafterSection
 from tlt.base.config.mistakes import validate
+from tlt.base.io.hub import Repository, resolve_model
 from tlt.base.speculation import Off, parse_speculation
 from tlt.base.types import (
     Problem,
@@ -61,7 +62,8 @@ class LiveSettings:
     """The own engine beside another trainer; vLLM is not available there. Raises UserError for invalid
     values.
 
-    drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
+    drafter: a drafter's folder or its name on the hub; None: drafts are retrieved from earlier responses to
+        the same prompt.
     speculation: "adaptive" (chosen at every engine step), "off", or a strategy such as "4x1x4".
     dtype: of the engine, "float32", "float64" or "bfloat16"; None: the model's.
     max_batch_size: sequences that a rank decodes at a time.
@@ -77,9 +79,10 @@ class LiveSettings:
     idle_share: float = 0.05
 
     def __post_init__(self) -> None:
-        is_folder = isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()
-        if self.drafter is not None and not is_folder:
-            raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
+        named = self.drafter if isinstance(self.drafter, str | Path) else ""
+        if self.drafter is not None and not (Path(named).is_dir() or Repository.parse(named)):
+            hub = "give a drafter's folder, or its name on the Hugging Face hub"
+            raise UserError(f"drafter: {self.drafter} does not exist; {hub}")
         parse_speculation(checked("speculation", self.speculation, str))
         if checked("dtype", self.dtype, str | None) is not None:
             resolve_dtype(str(self.dtype))
@@ -132,7 +135,8 @@ class LiveRollouts:
         self.world = world = join_process_group(policy.device)
         self.timeline = Timeline(world.rank, epoch=shared_epoch(world.rank, partial(gather_objects, world)))
         engine_settings = settings.of_engine(policy)
-        folder = None if isinstance(engine_settings.speculation, Off) else settings.drafter
+        named = None if isinstance(engine_settings.speculation, Off) else settings.drafter
+        folder = None if named is None else resolve_model(named)
         share = settings.idle_share if world.world_size == 1 else 0.0
         with torch.random.fork_rng():  # the caller's random numbers stay as they are
             stored = None if folder is None else load_drafter(folder, self.config, tensors)

@@ -47,6 +47,8 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     with_logprobs: bool = False
     """Whether responses carry log-probabilities."""
+    states_off: bool = True
+    """Whether options that are off are sent: vLLM takes those that are not from generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Answers:
     rollouts: tuple[Rollout, ...]
     num_missing: int = 0
     why: str = ""
+
+
+class Refused(UserError):
+    """The server does not take such a request."""
 
 
 class Unavailable(UserError):
@@ -73,7 +79,7 @@ def read_api_key(variable: str) -> str:
 
 def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Answers:
     """Raises UserError for an answer that is no response, and for a server that answers no request."""
-    _check_form(server, requests[0])
+    server = _check_form(server, requests[0])
     gives_up = threading.Event()
 
     def answer(request: Request) -> Rollout | Unavailable:
@@ -95,14 +101,20 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
     return Answers(rollouts, len(missing), str(missing[0]) if missing else "")
 
 
-def _check_form(server: Endpoint, request: Request) -> None:
-    choice = _ask(server, request, 1, None)
+def _check_form(server: Endpoint, request: Request) -> Endpoint:
+    """Returns the server as it wants to be asked."""
+    try:
+        choice = _ask(server, request, 1, None)
+    except Refused:
+        server = replace(server, states_off=False)
+        choice = _ask(server, request, 1, None)
     if (ids := read_token_ids(choice, server.url)) is None:
         what = f"{server.url} returns no token ids (return_token_ids, vLLM 0.10.2 or later)"
         remedy = "use a server that does, or write its responses to a file for tlt audit responses"
         raise UserError(f"--url: {what}; {remedy}")
     if server.with_logprobs:
         read_logprobs(choice, server.url, range(len(ids)))
+    return server
 
 
 def _complete_one(server: Endpoint, request: Request, gives_up: threading.Event) -> Rollout:
@@ -169,9 +181,9 @@ def read_logprobs(choice: dict[str, Any], url: str, places: range) -> tuple[floa
 def _ask(
     server: Endpoint, request: Request, max_tokens: int, gives_up: threading.Event | None
 ) -> dict[str, Any]:
-    """Not every server knows options that are off: they are left out."""
     params = request.params
     optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
+    optional["repetition_penalty"] = (1.0, 1.0)
     payload = {
         "model": server.model,
         "prompt": list(request.prompt_ids),
@@ -179,7 +191,7 @@ def _ask(
         "temperature": params.temperature,
         "seed": request.noise_key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
         **({"stop_token_ids": list(params.stop_ids)} if params.stop_ids else {}),
-        **{name: value for name, (value, off) in optional.items() if value != off},
+        **{name: value for name, (value, off) in optional.items() if server.states_off or value != off},
         **_IDS,
         **(_LOGPROBS if server.with_logprobs else {}),
     }
@@ -247,9 +259,8 @@ def _refusal(server: Endpoint, error: urllib.error.HTTPError) -> UserError:
     if error.code in _BUSY:
         why = f"is busy ({error.code}: {said}); look at its log, or lower --max-batch-size"
         return Unavailable(_hidden(server, why), True, _seconds(error.headers.get("Retry-After")))
-    return UserError(
-        _hidden(server, f"refuses ({error.code}: {said}); {_remedy(error.code, server.api_key)}")
-    )
+    why = f"refuses ({error.code}: {said}); {_remedy(error.code, server.api_key)}"
+    return (Refused if error.code in (400, 422) else UserError)(_hidden(server, why))
 
 
 def _seconds(retry_after: str | None) -> float | None:

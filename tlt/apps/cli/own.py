@@ -109,7 +109,7 @@ def print_choices(choices: Iterable[Choice]) -> None:
 
 def to_toml(own: OwnRun) -> str:
     about = _BEGINNING | {choice.key: choice.why for choice in own.choices.chosen}
-    given = {key: value for key, value in own.given.items() if key not in _BEGINNING}
+    given = _values(own.config, [key for key in own.given if key not in _BEGINNING])
     values = _beginning(own.config) | own.choices.values | given
     if own.config.rewards.functions:
         values["rewards.functions"] = list(own.config.rewards.functions)
@@ -120,7 +120,8 @@ def to_toml(own: OwnRun) -> str:
     ]
     lines += ["# Every value can be overridden: --section.key value; tlt train --help explains every key."]
     for section in Config.model_fields:
-        keys = {key: value for key, value in values.items() if key.partition(".")[0] == section}
+        own_keys = [key for key in values if key.partition(".")[0] == section]
+        keys = {key: values[key] for key in own_keys if values[key] is not None}
         if keys:
             lines += ["", f"[{section}]"]
         for key, value in keys.items():
@@ -141,9 +142,13 @@ _BEGINNING = {
 
 
 def _beginning(config: Config) -> dict[str, Any]:
+    return _values(config, _BEGINNING) | {"run.out_dir": "runs/own"}
+
+
+def _values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
+    """As the configuration has them: with whole paths, since the file lies elsewhere."""
     dumped = config.model_dump(mode="json")
-    values = {key: dumped[key.partition(".")[0]][key.partition(".")[2]] for key in _BEGINNING}
-    return values | {"run.out_dir": "runs/own"}
+    return {key: dumped[key.partition(".")[0]][key.partition(".")[2]] for key in keys}
 
 
 def to_value(value: Any) -> str:
@@ -151,7 +156,8 @@ def to_value(value: Any) -> str:
         return f"{{ {', '.join(f'{_bare(key)} = {to_value(item)}' for key, item in value.items())} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_value, value))}]"
-    return json.dumps(str(value) if isinstance(value, Path) else value)
+    written = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    return written.replace("\x7f", "\\u007F")
 
 
 def _bare(key: str) -> str:

@@ -74,7 +74,8 @@ from pathlib import Path
 
 from tlt.tasks.rewards.scoring import Completion, RewardSpec, Scorer
 
-ROWS = [json.loads(line) for line in Path(__file__).with_name("rows.jsonl").read_text().splitlines()]
+ROWS_FILE = Path(__file__).with_name("rows.jsonl")
+ROWS = [json.loads(line) for line in ROWS_FILE.read_text(encoding="utf-8").split("\\n") if line]
 SCORER = Scorer(RewardSpec("data", ["reward:reward"]))
 
 

@@ -119,7 +119,10 @@ def checkpoint_folder(args: Any, state: Any) -> Path:
 def resumed(settings: LiveSettings, trainer: Any) -> LiveSettings:
     """Takes the drafter of the checkpoint that the trainer resumes from."""
     folder = checkpoint_folder(trainer.args, trainer.state) / DRAFTER_FOLDER
-    if settings.drafter is None or trainer.state.global_step == 0 or not folder.is_dir():
+    if settings.drafter is None or trainer.state.global_step == 0:
+        return settings
+    if not folder.is_dir():
+        log.warning("%s does not exist, so the drafter begins anew from %s", folder, settings.drafter)
         return settings
     log.info("the drafter goes on from %s", folder)
     return replace(settings, drafter=folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt.apps.page.gather import Values
+from tlt.training.report.ratio import t_975
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,15 @@ def moving_mean(values: Values, width: int, is_share: bool = False) -> tuple[Val
 
 
 def mean_interval(values: Values, is_share: bool) -> tuple[float, float, float]:
-    """(mean, low, high): the 95 % interval of independent values; is_share: Wilson's interval (1927)."""
+    """(mean, low, high): the 95 % interval of independent values, Student's; is_share: Wilson's (1927)."""
     count = len(values)
     if not count:
         return math.nan, math.nan, math.nan
     mean = float(values.mean())
     error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
     if not is_share or not 0.0 <= mean <= 1.0:
-        return mean, mean - Z * error, mean + Z * error
+        half = t_975(count - 1) * error if count > 1 else math.nan
+        return mean, mean - half, mean + half
     answers = max(mean * (1 - mean) / error**2, count) if error > 0 else count
     middle = (mean + Z**2 / (2 * answers)) / (1 + Z**2 / answers)
     spread = math.sqrt(mean * (1 - mean) / answers + Z**2 / (4 * answers**2))

@@ -152,7 +152,7 @@ def _origin(run: FinishedRun, data: str | None) -> dict[str, str | None]:
     config = run.config
     problems, samples = config.rollout.problems_per_step, config.rollout.samples_per_problem
     kind = f"{config.lora.description}, merged" if config.lora.is_used else "all weights"
-    rewards = [name for name in config.rewards.functions if name != "task"]
+    rewards = [without_folder(name) for name in config.rewards.functions if name != "task"]
     return {
         "base model": _named_model(run) or Path(run.base).name,
         "task": without_folder(config.task.name) if config.task.name != "data" else None,

@@ -103,7 +103,7 @@ def _look_at_task(config: Config) -> DataFacts:
 def _look_at_data(source: DataSource) -> DataFacts:
     rows, splits = [record for _, record in read_data(source)], list_splits(source)
     train = splits[0] if len(splits) == 1 else "train"
-    test = next((name for name in ("test", "validation", "dev") if name in splits), None)
+    test = next((name for name in ("test", "validation", "dev") if name in splits and name != train), None)
     can_verify = find_spec("math_verify") is not None
     return DataFacts(rows[:_ROWS], len(rows), test, train if names_rows(source) else None, can_verify)
 

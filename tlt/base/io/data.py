@@ -193,10 +193,12 @@ def _load_folder(source: DataSource) -> Any:
         loaded = datasets.load_from_disk(path)
     except Exception as error:  # a broken file may raise anything
         raise _unreadable(source, error) from None
+    split, rows = _split_and_rows(source)
     is_single = isinstance(loaded, datasets.Dataset)
-    if is_single and source.split is not None:
+    if is_single and split is not None:
         raise UserError(f"{source.option}: {path} has no splits; remove {source.split!r}")
-    return loaded if is_single else _choose_split(loaded, source)
+    chosen = loaded if is_single else _choose_split(loaded, replace(source, split=split))
+    return chosen.select(range(len(chosen))[rows])
 
 
 def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
@@ -259,13 +261,16 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
 
 
 def to_json(value: Any) -> Any:
-    """Dates become ISO 8601, decimals text, NaN null. Raises TypeError for other types."""
+    """Dates become ISO 8601, decimals text, NaN null. Raises TypeError for other types.
+
+    A struct's null keys are left out: Parquet gives all rows the keys of each, of a tool's arguments too.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     if isinstance(value, datetime.date | datetime.time):

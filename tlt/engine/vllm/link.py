@@ -89,6 +89,7 @@ class Link:
     ) -> None:
         params = self._request_params(max_tokens, list(stop_ids), extra_args)
         prompt = {"prompt_token_ids": list(token_ids)}
+        self.weights.wake()
         self._internal_ids[name] = self._engine.add_request(name, prompt, params)
 
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -135,7 +136,7 @@ class Link:
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
-        """Frees vLLM's weights and caches (GPUs) or captured features (CPU), until the next policy."""
+        """Frees vLLM's weights and caches (GPUs) or captured features (CPU), until they are needed."""
         if self.captures:
             self.call("tlt_release")
         if self.device.type == "cuda":

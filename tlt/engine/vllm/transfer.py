@@ -8,6 +8,7 @@ ipc       one worker process, on the same GPU    vLLM's weight transfer: the wor
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
@@ -70,10 +71,18 @@ class Direct:
         self.call("tlt_end", is_drafter)
 
 
+_SHARED = "/dev/shm"
+"""Memory. A container's has 64 MB unless it is told otherwise."""
+
+
+def _has_room(folder: str, num_bytes: int) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK) and shutil.disk_usage(folder).free > num_bytes + (1 << 20)
+
+
 class ThroughHost(Direct):
     def carry(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
+        folder = _SHARED if _has_room(_SHARED, sum(tensor.nbytes for tensor in tensors.values())) else None
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
             save_file(tensors, file.name)
             arrived = self.call("tlt_part", is_drafter, file.name)

@@ -1,7 +1,7 @@
 """Updates of vLLM's weights, the policy's or its drafter's.
 
 policy     wake ─▶ begin ─▶ part, part, … ─▶ end ─▶ the head computes with the new weights? ─▶ cache reset
-drafter            begin ─▶ part ─────────▶ end
+drafter    wake ─▶ begin ─▶ part ─────────▶ end ─▶ asleep again if it was
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ class Weights:
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Yields what takes a policy's parts: tensors by Hugging Face names. Raises where the head then
         computes with other weights (worker.py, tlt_settle)."""
-        self._wake()
+        self.wake()
         with self._loading(is_drafter=False) as load:
             yield load
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        was_asleep = self._is_asleep
+        self.wake()
         with self._loading(is_drafter=True) as load:
             load(tensors)
+        if was_asleep:
+            self.sleep()
 
     def sleep(self) -> None:
-        """Frees weights and caches until the next policy is loaded. GPUs only."""
+        """Frees weights and caches until `wake`. GPUs only. Asleep, vLLM begins no request."""
         if not self._is_asleep:
             self._llm.sleep(level=1)
             self._is_asleep = True
@@ -59,7 +63,7 @@ class Weights:
             found = f"off by {worst:.2g}"
             raise RuntimeError(f"vllm: the head computes with other weights than it was given ({found})")
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False

@@ -134,8 +134,8 @@ def encode_prompt(
         value = [{"role": "user", "content": value}]
     messages = _with_system_prompt(value, kind, place, chat)
     variables = dict(chat.variables)
-    if record.get("tools"):
-        variables["tools"] = read_tools(record["tools"], place)
+    if record.get("tools") and (tools := read_tools(record["tools"], place)):
+        variables["tools"] = tools
     return tokenizer.encode_chat(messages, place, variables, chat.day, kind)
 
 

@@ -260,8 +260,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # broken files raise anything, down to a bare Exception of tokenizers
         reason = f"the tokenizer cannot be loaded ({one_line(error, 160)})"
         raise UserError(f"{path}: {reason}; copy the model's files there again") from None
-    # added tokens may leave gaps, so the largest id counts, not the number of tokens
-    num_tokens = max(backend.get_vocab().values(), default=-1) + 1
+    # added tokens may leave gaps, so the largest id counts, not the number of tokens. Special ones beyond the
+    # rows, such as Gemma 3's image token, are refused where a prompt has them
+    special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    num_tokens = max({*backend.get_vocab().values()} - special, default=-1) + 1
     if num_tokens > vocab_size:
         raise UserError(
             f"{path}: the tokenizer has {num_tokens} tokens but the model's embedding only {vocab_size} rows"

@@ -29,7 +29,7 @@ TOKENS_AT_ONCE = 16
 _F32, _U64 = np.float32, np.uint64
 _1, _2, _3, _4, _KEYS, _LANES = (_U64(i) for i in (1, 2, 3, 4, KEYS_AT_ONCE, LANES))
 """Indices are unsigned: Numba checks signed ones for negative values, which prevents vectorization."""
-_2F, _SATURATED = _F32(2), _F32(40)
+_2F = _F32(2)
 _NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
 _FIRST, COUNT, SEEN, _AT, _PLACE, _ROOM = (_U64(i) for i in range(6))
@@ -301,10 +301,11 @@ def _hide(call, scores, num_queries, group, count, at, start):  # type: ignore
 
 @njit(nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
 def _cap(scores, num_rows, softcap):  # type: ignore
-    """softcap · tanh(score / softcap), as 1 - 2 / (exp(2x) + 1)."""
+    """softcap · tanh(score / softcap), by exp(-|2x|)."""
     for at in range(num_rows * _KEYS):
-        doubled = min(max(_2F * scores[at] / softcap, -_SATURATED), _SATURATED)
-        scores[at] = softcap * (_F32(1) - _2F / (exp_of(doubled) + _F32(1)))
+        small = exp_of(-abs(_2F * scores[at] / softcap))
+        capped = softcap * (_F32(1) - small) / (_F32(1) + small)
+        scores[at] = -capped if scores[at] < _F32(0) else capped
 
 
 @njit(nogil=True, cache=True)

@@ -53,7 +53,8 @@ def attend(q_NHD: Tensor, k_XKLD: Tensor, v_XKLD: Tensor, items: Items, scale: f
     rows = 16 if items.most * padded <= 16 else 32
     queries = max(rows // padded, 1)
     with torch.cuda.device_of(q_NHD):
-        attend_kernel[len(items.table_I6), triton.cdiv(items.most, queries), num_kv_heads](
+        # the first axis alone is longer than 65,535, as a prompt's blocks may be
+        attend_kernel[triton.cdiv(items.most, queries), len(items.table_I6), num_kv_heads](
             q_NHD,
             (k_XKLD, v_XKLD, head_dim**-0.5 if scale is None else scale),
             out_NHD,
@@ -79,10 +80,10 @@ def attend_kernel(
     k_ptr, v_ptr, scale = kv
     table_ptr, tail_ptr = items
     q_stride, head_stride, column_stride = strides
-    item_ptr = table_ptr + 6 * tl.program_id(0)
+    item_ptr = table_ptr + 6 * tl.program_id(1)
     first_of_item, count, position = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     begin, prefix, tail = tl.load(item_ptr + 3), tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    kv_head, first = tl.program_id(2).to(tl.int64), tl.program_id(1) * QUERIES
+    kv_head, first = tl.program_id(2).to(tl.int64), tl.program_id(0) * QUERIES
     if first < count:
         row, d, key = tl.arange(0, QUERIES * PADDED), tl.arange(0, BLOCK), tl.arange(0, KEYS)
         query, head = row // PADDED, row % PADDED
@@ -101,7 +102,7 @@ def attend_kernel(
         for begin_of_block in range(0, end, KEYS):
             at = begin_of_block + key
             column = tl.load(tail_ptr + tail + at - prefix, (at >= prefix) & (at < end), 0)
-            offset = tl.where(at < prefix, at, column.to(tl.int32)) * column_stride
+            offset = tl.where(at < prefix, at, column.to(tl.int32)).to(tl.int64) * column_stride
             is_key = (at < end)[:, None] & (d < SIZE)[None, :]
             k = tl.load(k_ptr + offset[:, None] + d[None, :], is_key, 0.0)
             v = tl.load(v_ptr + offset[:, None] + d[None, :], is_key, 0.0)

@@ -195,7 +195,7 @@ class RayAttempt:
         self.ended: dict[int, str] = {}
         try:
             places = ray.get([actor.place.remote() for actor in actors])
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             places, self.ended = [], {0: _died(error, "a node")}
         nodes = list(dict.fromkeys(node for node, *_ in places))  # ranks of a node follow each other
         order = sorted(range(len(places)), key=lambda index: nodes.index(places[index][0]))
@@ -233,10 +233,10 @@ class RayAttempt:
     def _collect(self, jobs: dict[Any, int], seconds: float) -> None:
         done, _ = self._ray.wait(list(jobs), num_returns=1, timeout=seconds)
         for job in done:
-            rank = jobs.pop(job)
+            rank, errors = jobs.pop(job), self._ray.exceptions
             try:
                 report = self._ray.get(job)
-            except self._ray.exceptions.RayActorError as error:
+            except (errors.RayActorError, errors.OutOfMemoryError) as error:
                 self.ended[rank] = _died(error, self.hosts[rank])
                 continue
             if report is not None:  # hosts' clocks may differ

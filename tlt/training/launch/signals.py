@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -124,12 +125,13 @@ def handling_stop_signals(stop: StopRequest, go_on: str = "") -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received_at
         now = time.monotonic()
-        if stop.signal is not None and number == signal.SIGINT and now - received_at > REPEAT_SECONDS:
+        is_second = math.isfinite(received_at)  # another machine's stop is no first one
+        if is_second and number == signal.SIGINT and now - received_at > REPEAT_SECONDS:
             restore_terminal()
             say(_ended_at_once(go_on))
             os._exit(128 + number)
+        received_at = received_at if is_second else now
         if stop.signal is None:
-            received_at = now
             stop.signal = signal.Signals(number)
             place = find_place()
             if (place is None or place.is_leader) and not stop.is_shown:

@@ -14,7 +14,12 @@ _T_975 = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
     2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
 )  # fmt: skip
-"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; 1.96 + 2.5 / df beyond."""
+"""For 1, 2, ... degrees of freedom; 1.96 + 2.5 / df beyond."""
+
+
+def t_975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t."""
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.5 / freedom
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,7 @@ class Ratio:
         center = statistics.mean(logs)
         if len(logs) == 1:
             return Ratio(values[0], None, None, tuple(values))
-        freedom = len(logs) - 1
-        t = _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.5 / freedom
-        half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+        half = t_975(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
         return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half), tuple(values))
 
     @staticmethod

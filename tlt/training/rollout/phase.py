@@ -289,6 +289,8 @@ class RolloutPhase:
 
     def _has_better_to_do(self) -> bool:
         between_turns = self.sinks.between_turns
+        if between_turns.is_waiting:
+            self.queue.heartbeat()  # a tool may take longer than run.timeout_seconds
         if self.should_stop() or between_turns.has_news:
             return True
         return self.queue.has_news(offers_help=not between_turns.is_waiting)

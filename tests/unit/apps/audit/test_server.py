@@ -215,3 +215,23 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_mod
     line = fail(capsys, "audit", "server", str(model), "--url", url, *PROMPTS, *words)
     assert message in line
     assert "another key" not in line
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_options_that_are_off_are_sent_unless_the_server_refuses_them(
+    is_strict: bool, model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM takes those that are not sent from the checkpoint's generation_config.json."""
+    sampled_as, asked_with = sampler(model), list[dict[str, Any]]()
+
+    def answer(payload: dict[str, Any]) -> Any:
+        if is_strict and "top_k" in payload:
+            return wire(b"unknown option top_k", "400 Bad Request")
+        asked_with.append(payload)
+        return sampled_as(payload)
+
+    run(capsys, "server", str(model), "--url", serve(answer), *PROMPTS, "--samples", "2", "--max-tokens", "4")
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert len(asked_with) > 2
+    for payload in asked_with:
+        assert {name: payload[name] for name in off if name in payload} == ({} if is_strict else off)

@@ -118,7 +118,9 @@ def test_a_dry_run_shows_files_and_card_without_network_or_path_of_this_machine(
     (base / "README.md").write_text("---\nbase_model: lab/base\nlicense: apache-2.0\n---\n\nText.\n")
     rows = here / "secret place" / "rows.jsonl"
     rows.write_text('{"prompt": "1"}\n')
-    write_run(here / "run", {"model.path": str(base), "task.data": str(rows)}, drafter=None)
+    reward = f"{here / 'secret place' / 'mine.py'}:score"
+    changes = {"model.path": str(base), "task.data": str(rows), "rewards.functions": [reward]}
+    write_run(here / "run", changes, drafter=None)
     files = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     assert cli.main(["hub", "push", "run", "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -127,6 +129,7 @@ def test_a_dry_run_shows_files_and_card_without_network_or_path_of_this_machine(
     assert "base_model: lab/base\n" in shown
     assert "license: apache-2.0\n" in shown
     assert "| data | rows.jsonl |" in shown
+    assert "| reward functions | mine.py:score |" in shown
     assert "secret place" not in shown
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == files
 

@@ -18,8 +18,10 @@ from tests.standin import serve_hub
 from tests.unit.apps.cli.parts import write_lines
 from tlt.apps.cli.main import main
 from tlt.apps.cli.train import resolve_config
+from tlt.apps.run import own
 from tlt.apps.run.start import preflight
 from tlt.base.config.load import load_config
+from tlt.base.io.data import DataSource
 from tlt.base.types import UserError
 
 ROOT = Path(__file__).parents[4]
@@ -198,3 +200,27 @@ def test_a_model_and_data_of_the_hub_are_looked_at_and_trained_by_name(
     written = tomllib.loads(Path("train.toml").read_text())
     assert (written["model"]["path"], written["task"]["data"]) == ("me/base", "me/cities")
     assert (len(findings.data.problems), len(findings.data.held_out)) == (14, 2)
+
+
+def test_what_is_given_is_written_as_toml_with_whole_paths() -> None:
+    Path("rewards.py").write_text(
+        "def close(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
+    )
+    Path("drafter").symlink_to(ROOT / "recipes/countdown/drafter")
+    more = ("--drafter.path", "drafter", "--rollout.kv_gib", "none")
+    more += ("--task.system_prompt", "Count 🍎 \x7f")
+    written = begin(SUMS, "--reward", "rewards.py:close", *more)
+    assert Path(written["drafter"]["path"]).is_absolute()
+    assert written["task"]["system_prompt"] == "Count 🍎 \x7f"
+    assert "kv_gib" not in written["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("splits", "tests"), [(("test",), None), (("train", "test"), "test"), (("validation", "test"), "test")]
+)
+def test_a_split_that_is_trained_on_tests_nothing(
+    splits: tuple[str, ...], tests: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "list_splits", lambda source: splits)
+    write_lines("rows.jsonl", *SUMS)
+    assert own._look_at_data(DataSource(Path("rows.jsonl"), "task.data")).test_split == tests

@@ -171,6 +171,12 @@ def test_the_interval_of_a_share_is_wilsons(
     assert mean_interval(np.array(values), is_share=True) == pytest.approx(expected, abs=1e-3)
 
 
+def test_the_interval_of_few_values_is_students() -> None:
+    mean, low, high = mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]), is_share=False)
+    half = 2.776 * (2.5 / 5) ** 0.5  # the 97.5 % quantile of 4 degrees of freedom
+    assert (mean, low, high) == pytest.approx((3.0, 3.0 - half, 3.0 + half), abs=0.01)
+
+
 def test_turns_have_a_section_where_responses_have_several(text: str, tmp_path: Path) -> None:
     page = make_page([make_conversation(tmp_path / "run")])
     for key in ("turns", "calls", "tool-seconds", "waiting", "turn-drafts"):

@@ -96,6 +96,8 @@ def test_values_become_those_of_json_or_are_refused() -> None:
     value = {"a": [1, 2.5, None, float("nan")], "b": arrays, "day": day, "d": decimal.Decimal("1.50")}
     expected = {"a": [1, 2.5, None, None], "b": [3, [0, 1], None], "day": "2026-01-02T03:04:00", "d": "1.50"}
     assert json.loads(json.dumps(to_json(value), allow_nan=False)) == expected
+    call = {"arguments": {"city": "Paris", "date": None}}
+    assert to_json([call]) == [{"arguments": {"city": "Paris"}}], "Parquet gives all rows the keys of each"
     with pytest.raises(TypeError, match="bytes"):
         to_json({"image": [b"png"]})
 
@@ -135,6 +137,7 @@ def test_a_folder_of_parquet_and_one_of_save_to_disk_have_their_splits(datasets:
         assert len(records(source(tmp_path / name))) == 6
         assert len(records(source(tmp_path / name, usual_split="test"))) == 2
         assert len(records(source(tmp_path / name, split="test"))) == 2
+        assert len(records(source(tmp_path / name, split="train[:4]"))) == 4
         assert "dev" in refusal(source(tmp_path / name, split="dev"))
     assert len(records(source(tmp_path / "single", usual_split="test"))) == 6
     assert "has no splits; remove 'test'" in refusal(source(tmp_path / "single", split="test"))

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.refused import refused
@@ -24,6 +24,20 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_sizes(tmp_pa
     write_model_config(tmp_path, vocab_size=9)
     save_tokenizer(tmp_path)
     with refused(f"has {len(VOCABULARY)} tokens but the model's embedding only 9 rows"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_special_token_beyond_the_embedding_is_no_mistake(tmp_path: Path) -> None:
+    """As the image token of Gemma 3's text models."""
+    write_model_config(tmp_path, vocab_size=len(VOCABULARY))
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.hf.add_tokens([AddedToken("<image>", special=True)])
+    tokenizer.hf.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode_text("<image>") == (len(VOCABULARY),)
+    tokenizer.hf.add_tokens([AddedToken("word", special=False)])
+    tokenizer.hf.save_pretrained(tmp_path)
+    with refused(f"has {len(VOCABULARY) + 2} tokens"):
         load_tokenizer(tmp_path)
 
 

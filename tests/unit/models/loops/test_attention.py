@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.loops import available
 from tlt.speculation.law.tree import chain_mask
 
+items = pytest.importorskip("tlt.models.loops.items", reason="Numba is not installed: SDPA attends")
 compiled = pytest.importorskip("tlt.models.loops.attention", reason="Numba is not installed: SDPA attends")
 
 SHAPES = [(4, 2, 8), (3, 1, 64), (2, 2, 128), (7, 1, 20)]
@@ -177,3 +179,12 @@ def test_float64_and_machines_without_numba_are_left_to_sdpa(monkeypatch: pytest
     monkeypatch.undo()
     available.load.cache_clear()
     assert not isinstance(attend(1, torch.float32), Cached)
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+def test_a_soft_cap_is_as_exact_above_zero_as_below(softcap: float) -> None:
+    scores = torch.linspace(-200, 200, items._KEYS)
+    expected = softcap * torch.tanh(scores.double() / softcap)
+    found = scores.numpy().copy()
+    items._cap(found, 1, np.float32(softcap))
+    assert (torch.from_numpy(found) - expected).abs().max() < 4e-7 * softcap

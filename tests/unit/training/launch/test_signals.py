@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,10 @@ import pytest
 from tlt.base.types import UserError
 from tlt.training.launch.local import launch
 from tlt.training.launch.signals import (
+    REPEAT_SECONDS,
     SharedStop,
+    StopRequest,
+    handling_stop_signals,
     restore_terminal,
 )
 
@@ -65,3 +69,18 @@ def test_shared_memory_that_cannot_be_written_is_one_line(code: int, monkeypatch
         UserError, match=rf"cannot be written \({os.strerror(code)}\); make them writable, or"
     ):
         SharedStop()
+
+
+def test_the_first_interrupt_here_is_no_second_one_after_another_machines_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended, now = list[int](), [0.0]
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = StopRequest()
+    with handling_stop_signals(stop):
+        stop.signal = signal.SIGINT  # another machine's
+        for at, number_ended in ((100.0, 0), (100.0 + REPEAT_SECONDS / 2, 0), (101.0 + REPEAT_SECONDS, 1)):
+            now[0] = at
+            signal.raise_signal(signal.SIGINT)
+            assert len(ended) == number_ended

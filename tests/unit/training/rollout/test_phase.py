@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.training.rollout.phase_parts import (
@@ -14,6 +16,7 @@ from tests.unit.training.rollout.phase_parts import (
 )
 from tlt.base.records import DrafterReport
 from tlt.engine.stats import EngineStats
+from tlt.training.rollout.protocol import BetweenTurns
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
 
 
@@ -112,3 +115,21 @@ def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_wa
         "the last one had gone back to generating at 8.5"
     )
     assert result.idle_seconds == pytest.approx(0 + 6 + 5 + 1)
+
+
+def test_a_replica_that_waits_for_its_tools_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool may take longer than run.timeout_seconds."""
+
+    class Waiting(BetweenTurns):
+        is_waiting = True
+
+    (queue,) = make_queues(1)
+    phase = make_phase(OneTokenEngine(), queue)
+    beats = list[bool]()
+    monkeypatch.setattr(queue, "heartbeat", lambda: beats.append(True))
+    queue.begin("rollout", 1)
+    phase._has_better_to_do()
+    assert not beats
+    phase.sinks = replace(phase.sinks, between_turns=Waiting())
+    phase._has_better_to_do()
+    assert beats

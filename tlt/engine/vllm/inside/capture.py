@@ -48,7 +48,8 @@ class FeatureCapture:
     def _with_room(self, length: int, features_NF: Tensor) -> Tensor:
         kept, num_slots = self.features_SLF, len(self.known_S)
         if kept is None or kept.shape[1] < length:
-            grown = features_NF.new_zeros(num_slots, max(2 * length, 256), features_NF.shape[-1])
+            most = self.runner.max_model_len
+            grown = features_NF.new_zeros(num_slots, min(max(2 * length, 256), most), features_NF.shape[-1])
             if kept is not None:
                 grown[:, : kept.shape[1]] = kept
             self.features_SLF = kept = grown
