@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported: a fuzzed name is asked of nobody
 os.environ["NO_COLOR"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the launcher sets it, before torch is imported
 
 import torch
 
