@@ -144,7 +144,7 @@ def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: str, seed: int) -> None:
     engine = make_engine(POLICY, Fixed(Strategy("artificial", 5, 3, 12)), drafter=kind, max_batch_size=6)
-    engine.drafter = ArtificialDrafter(kind, seed, off())
+    engine.load_drafter(ArtificialDrafter(kind, seed, off()))
     assert tokens_of(engine, REQUESTS) == off()
     accept_length = engine.stats.accept_length
     assert accept_length is not None

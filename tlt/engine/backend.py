@@ -58,7 +58,6 @@ class RolloutBackend(ABC):
     """
 
     device: torch.device
-    drafter: Drafting | None = None
     target: Target | None = None
     """The policy in our own layout, to train and measure the drafter; None: no copy is kept."""
     generates_without_side_effects = False
@@ -79,6 +78,10 @@ class RolloutBackend(ABC):
         self.tuner, self.on_span, self.decode = tuner, on_span, decode
         self.stats = EngineStats()
         self.waiting = deque[Request]()
+
+    @property
+    def drafter(self) -> Drafting | None:
+        return None
 
     # ── the policy ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -56,7 +56,6 @@ class RolloutEngine(RolloutBackend):
     """
 
     target: Target
-    drafter: Drafter[Any]
     generates_without_side_effects = True
 
     def __init__(
@@ -77,13 +76,17 @@ class RolloutEngine(RolloutBackend):
         self.scheduler = Scheduler(self.waiting, max_batch_size, window, decode)
         self.cache = Cache(self.config, self.config.num_layers, target.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, window, cache_bytes)
-        self.drafter = self.memory.drafter
         self.routes = routes if target.num_routes else "none"
         self.graphs = Graphs(self.device)
         self._law: BatchLaw | None = None
         prepare_kernels(self.device, target.dtype)
         if self.device.type == "cpu":
             compiled_loops()
+
+    @property
+    def drafter(self) -> Drafter[Any]:
+        """The memory holds the drafter, for its caches."""
+        return self.memory.drafter
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,7 +107,7 @@ class RolloutEngine(RolloutBackend):
                 "speculation is off, so a drafter has no use; set speculation to adaptive or "
                 "DEPTHxWIDTHxBUDGET"
             )
-        self.drafter = self.memory.drafter = drafter
+        self.memory.drafter = drafter
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -145,15 +148,14 @@ class RolloutEngine(RolloutBackend):
         kept = self.tuner, self.drafter, self.stats, self.on_span, self.parks
         self.parks = False
         self.tuner = deepcopy(self.tuner) if drafts else None
-        self.drafter = self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
+        self.memory.drafter = LentDrafter(self.drafter) if drafts else NoDrafter()
         self.stats, self.on_span = EngineStats(), None
         try:
             yield self.stats
         finally:
             self.abort()
             self.release()
-            self.tuner, self.drafter, self.stats, self.on_span, self.parks = kept
-            self.memory.drafter = self.drafter
+            self.tuner, self.memory.drafter, self.stats, self.on_span, self.parks = kept
 
     # ── one step ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -46,6 +46,7 @@ Names = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 class VllmEngine(RolloutBackend):
     policy_version = 0
+    drafter: VllmDrafter | None = None
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class VllmEngine(RolloutBackend):
     ) -> None:
         super().__init__(max_batch_size, window, tuner=drafting.tuner, on_span=on_span, decode=decode)
         self.link, self.device = link, link.device
-        self.drafter: VllmDrafter | None = drafting.drafter
+        self.drafter = drafting.drafter
         self.target, self.to_checkpoint = drafting.target, to_checkpoint
         self._running: dict[str, Sequence] = {}
         self._has_spoilt_caches = False
