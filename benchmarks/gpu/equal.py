@@ -33,7 +33,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.equal import EqualTransformer
 from tlt.models.hf.weights import expected_shapes
 from tlt.models.packed import PackedTransformer, layer_by_layer
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 Answers = dict[ResponseId, tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -123,7 +123,7 @@ def responses(record: Record, model: EqualTransformer) -> None:
     requests = requests_of(model.config, settings["num_requests"], settings["max_tokens"])
     off = answers_of(RolloutEngine(model, max_batch_size=len(requests)), requests)
     for words in settings["strategies"]:
-        tuner = Fixed(Strategy.parse(words))
+        tuner = FixedTuner(Strategy.parse(words))
         engine = RolloutEngine(model, max_batch_size=settings["batch"], tuner=tuner)
         engine.load_drafter(KnownDrafter(off, model.config.vocab_size, model.device))
         on = answers_of(engine, requests)

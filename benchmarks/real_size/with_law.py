@@ -34,7 +34,7 @@ from tlt.engine.settings import EngineSettings
 from tlt.engine.stats import EngineStats
 from tlt.models.target import Target
 from tlt.speculation.tuner.protocol import StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 MAX_DRAFT = 15
 """Tokens that vLLM may draft at a time."""
@@ -122,9 +122,9 @@ def _in_vllm(
     def measure(work: Work) -> Took:
         tuner: StrategyTuner | None = warm if work.way == "warm" else copy.deepcopy(fresh)
         if work.way == "asleep":
-            tuner = Fixed(Strategy.OFF)
+            tuner = FixedTuner(Strategy.OFF)
         elif work.way.isdigit():
-            tuner = Fixed(Strategy.parse(speculation(work.way)))
+            tuner = FixedTuner(Strategy.parse(speculation(work.way)))
         engine.tuner = tuner
         return run(engine, work)
 

@@ -27,7 +27,7 @@ from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.learned import feature_history
 from tlt.engine import memory
 from tlt.models import kv_budget, kv_cache
-from tlt.speculation.tuner.tuner import Fixed, default_arms
+from tlt.speculation.tuner.tuner import FixedTuner, default_arms
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=2, seed=11)
@@ -65,7 +65,7 @@ STAR, HYBRID = Strategy("learned", 1, 4, 4), Strategy("hybrid", 6, 1, 6)
     ids=str,
 )
 def test_chains_and_trees_change_no_token(form: str, strategy: Strategy, max_batch_size: int) -> None:
-    engine = make_engine(POLICY, Fixed(strategy), form, max_batch_size=max_batch_size)
+    engine = make_engine(POLICY, FixedTuner(strategy), form, max_batch_size=max_batch_size)
     requests = REQUESTS[::2] if max_batch_size == 1 else REQUESTS
     assert tokens_of(engine, requests) == {id_of(request): off()[id_of(request)] for request in requests}
     assert engine.stats.num_verifications > 0
@@ -117,7 +117,7 @@ def test_responses_that_change_engines_on_the_way_keep_their_tokens(form: str) -
 
 @forms
 def test_new_weights_in_the_middle_of_a_rollout_change_no_token(form: str) -> None:
-    engine, found = make_engine(POLICY, Fixed(CHAIN), form, max_batch_size=5), {}
+    engine, found = make_engine(POLICY, FixedTuner(CHAIN), form, max_batch_size=5), {}
     learned, version = engine.drafter.learned, 0
     engine.add(REQUESTS)
     while not engine.is_idle:
@@ -138,7 +138,7 @@ def test_float32_drafts_with_the_compiled_loops_are_those_of_the_plain_attention
     """Rows of different lengths: the loops are given how much each row sees, SDPA a mask."""
 
     def drafted(is_plain: bool) -> list[torch.Tensor]:
-        engine = make_engine(POLICY, Fixed(strategy), form, dtype=torch.float32, max_batch_size=5)
+        engine = make_engine(POLICY, FixedTuner(strategy), form, dtype=torch.float32, max_batch_size=5)
         logits: list[torch.Tensor] = []
         head = engine.drafter.learned.model.logits
         engine.drafter.learned.model.logits = lambda *args: (logits.append(head(*args)), logits[-1])[1]

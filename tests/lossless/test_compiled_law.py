@@ -21,7 +21,7 @@ from tlt.speculation.law import draw as draw_module
 from tlt.speculation.law.draw import draw, draw_by_definition
 from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import gumbel_noise
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 compiled = pytest.importorskip(
     "tlt.speculation.law.compiled", reason="Numba is not installed: the reference draws"
@@ -196,7 +196,8 @@ def test_a_logit_that_is_no_number_leaves_the_row_to_the_reference(broken: float
 
 def engine_tokens(strategy: Strategy, max_batch_size: int) -> Any:
     return tokens_of(
-        make_engine(POLICY, Fixed(strategy), dtype=torch.float32, max_batch_size=max_batch_size), REQUESTS
+        make_engine(POLICY, FixedTuner(strategy), dtype=torch.float32, max_batch_size=max_batch_size),
+        REQUESTS,
     )
 
 

@@ -13,7 +13,7 @@ from tlt.base.strategy import Strategy
 from tlt.speculation import law as speculative
 from tlt.speculation.law import draw as draw_module
 from tlt.speculation.law.sampling import kernels
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
@@ -31,7 +31,7 @@ def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatc
     )
     for num_bytes in (1, 28 * 61 * 4, 1 << 28):
         monkeypatch.setattr(draw_module, "NOISE_BYTES", num_bytes)
-        assert tokens_of(make_engine(POLICY, Fixed(TREE), max_batch_size=5), REQUESTS) == off
+        assert tokens_of(make_engine(POLICY, FixedTuner(TREE), max_batch_size=5), REQUESTS) == off
     assert {1, 4} < set(calls), "float64 is the reference's"
 
 

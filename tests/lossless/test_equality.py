@@ -40,7 +40,7 @@ from tlt.speculation.law.params import Law
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor
 from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import BatchState, StepOutcome
-from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
+from tlt.speculation.tuner.tuner import FixedTuner, default_arms, make_tuner
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=2, seed=11)
@@ -88,7 +88,7 @@ USUAL = [
 
 @pytest.mark.parametrize(("strategy", "max_batch_size"), cases(CASES, USUAL), ids=str)
 def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, max_batch_size: int) -> None:
-    engine = make_engine(POLICY, Fixed(strategy), max_batch_size=max_batch_size)
+    engine = make_engine(POLICY, FixedTuner(strategy), max_batch_size=max_batch_size)
     assert_same_as_off(engine, FEW if max_batch_size == 1 else REQUESTS)
     assert engine.stats.num_verifications > 0
 
@@ -108,7 +108,7 @@ def test_chains_as_long_as_what_was_retrieved_change_no_token(
     kind: str, max_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths, is_ragged = set(), False
-    engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size)
+    engine = make_engine(POLICY, FixedTuner(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size)
 
     def watched(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:
         nonlocal is_ragged
@@ -143,7 +143,7 @@ def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "adversarial", "oracle"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: str, seed: int) -> None:
-    engine = make_engine(POLICY, Fixed(Strategy("artificial", 5, 3, 12)), drafter=kind, max_batch_size=6)
+    engine = make_engine(POLICY, FixedTuner(Strategy("artificial", 5, 3, 12)), drafter=kind, max_batch_size=6)
     engine.load_drafter(ArtificialDrafter(kind, seed, off()))
     assert tokens_of(engine, REQUESTS) == off()
     accept_length = engine.stats.accept_length
@@ -185,7 +185,7 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
             features[name][id_of(finished.rollout)] = finished.captured_TF
             yield finished.rollout
 
-    staying = make_engine(POLICY, Fixed(STRATEGIES[1]), max_batch_size=slots)
+    staying = make_engine(POLICY, FixedTuner(STRATEGIES[1]), max_batch_size=slots)
     staying.add(REQUESTS)
     while not staying.is_idle:
         for rollout in step(staying, "staying"):
@@ -211,7 +211,7 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
 
 
 def test_an_aborted_rollout_is_generated_again_token_for_token() -> None:
-    engine = make_engine(POLICY, Fixed(STRATEGIES[1]))
+    engine = make_engine(POLICY, FixedTuner(STRATEGIES[1]))
     engine.add(REQUESTS)
     for _ in range(5):
         engine.step()
@@ -220,7 +220,7 @@ def test_an_aborted_rollout_is_generated_again_token_for_token() -> None:
 
 
 def test_logprobs_are_those_of_the_trainers_forward() -> None:
-    engine = make_engine(POLICY, Fixed(STRATEGIES[4]))
+    engine = make_engine(POLICY, FixedTuner(STRATEGIES[4]))
     requests = {id_of(request): request for request in REQUESTS}
     for rollout in engine.generate(REQUESTS):
         request = requests[id_of(rollout)]

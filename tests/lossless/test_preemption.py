@@ -35,7 +35,7 @@ from tlt.models import kv_budget, kv_cache
 from tlt.models.kv_budget import Budget
 from tlt.models.kv_cache import Cache
 from tlt.speculation.tuner.protocol import StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed, default_arms
+from tlt.speculation.tuner.tuner import FixedTuner, default_arms
 
 POLICY = make_policy()
 STRATEGIES = [
@@ -106,7 +106,7 @@ def bytes_held(engine: RolloutEngine) -> int:
 )
 def test_a_budget_that_forces_preemption_changes_no_token(strategy: Strategy, num_sequences: float) -> None:
     drafter = "ngram" if strategy.drafter == "ngram" else "learned"
-    engine, asked = limited(Fixed(strategy), num_sequences, drafter), FEW
+    engine, asked = limited(FixedTuner(strategy), num_sequences, drafter), FEW
     engine.add(asked)
     found, limit = {}, engine.memory.budget.max_bytes
     assert limit is not None
@@ -153,8 +153,11 @@ def test_what_was_captured_of_a_preempted_response_is_whole() -> None:
                 found[id_of(one.rollout)] = one.captured_TF
         return found
 
-    small = limited(Fixed(STRATEGIES[1]), 3.0)
-    expected, found = features(make_engine(POLICY, Fixed(STRATEGIES[1]), max_batch_size=20)), features(small)
+    small = limited(FixedTuner(STRATEGIES[1]), 3.0)
+    expected, found = (
+        features(make_engine(POLICY, FixedTuner(STRATEGIES[1]), max_batch_size=20)),
+        features(small),
+    )
     assert small.stats.num_preemptions > 0
     for key, captured_TF in expected.items():
         torch.testing.assert_close(found[key], captured_TF, rtol=0, atol=1e-9)
@@ -261,10 +264,10 @@ def test_a_long_prompt_read_in_parts_says_the_same(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = long_prompts([1, 9, 130, 40, 90])
-    expected = tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=20), asked)
+    expected = tokens_of(make_engine(POLICY, FixedTuner(strategy), max_batch_size=20), asked)
     monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 33)
     monkeypatch.setattr("tlt.engine.own.prefill._PART_TOKENS", 16)
-    engine, sizes = make_engine(POLICY, Fixed(strategy), max_batch_size=20), list[int]()
+    engine, sizes = make_engine(POLICY, FixedTuner(strategy), max_batch_size=20), list[int]()
     forward = engine.target.forward_capturing
 
     def watched(tokens_N: torch.Tensor, *rest: object) -> object:

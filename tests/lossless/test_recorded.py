@@ -26,7 +26,7 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import ResponseId, id_of
 from tlt.models import graphs
 from tlt.models.graphs import EAGER_RUNS, Graphs, Outputs
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
@@ -71,7 +71,7 @@ USUAL = [("off", 28), ("learned:4x1x4", 28), ("learned:4x1x4", 1), ("learned:3x2
 @pytest.mark.parametrize(("strategy", "batch_size"), cases(product(STRATEGIES, ASKED), USUAL))
 def test_recordings_change_no_token(strategy: str, batch_size: int, replays: Counter[str]) -> None:
     parsed = Strategy.parse(strategy)
-    engine = make_engine(POLICY, None if parsed.is_off else Fixed(parsed), max_batch_size=batch_size)
+    engine = make_engine(POLICY, None if parsed.is_off else FixedTuner(parsed), max_batch_size=batch_size)
     asked = ASKED[batch_size]
     for _ in range(2):  # the caches start anew, and what was recorded of them is void
         assert tokens_of(engine, asked) == {id_of(request): off()[id_of(request)] for request in asked}
@@ -100,7 +100,7 @@ def test_strategies_and_drafters_that_change_while_responses_run_change_no_token
 
 
 def test_an_updated_policy_is_what_a_recording_computes_with(replays: Counter[str]) -> None:
-    engine = make_engine(POLICY, Fixed(Strategy.parse("learned:4x1x4")), max_batch_size=5)
+    engine = make_engine(POLICY, FixedTuner(Strategy.parse("learned:4x1x4")), max_batch_size=5)
     assert tokens_of(engine, REQUESTS) == off()
     other = make_policy(seed=2)
     engine.load_policy(dict(other.named_parameters()), 1)

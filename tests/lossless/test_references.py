@@ -23,7 +23,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.speculation.tuner.cost_model import CostModel
 from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed, default_arms
+from tlt.speculation.tuner.tuner import FixedTuner, default_arms
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
@@ -67,7 +67,7 @@ def assert_plain(engine: RolloutEngine) -> None:
 @settings(max_examples=3, deadline=None)
 @given(kinds=st.lists(st.sampled_from(KINDS), min_size=9, max_size=9), arm=st.sampled_from(ARMS))
 def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
-    assert_plain(engine_with(Fixed(Strategy.parse(arm)), kinds))
+    assert_plain(engine_with(FixedTuner(Strategy.parse(arm)), kinds))
 
 
 def test_a_tuner_that_may_use_references_changes_no_token() -> None:
@@ -82,21 +82,21 @@ def test_a_long_chain_is_accepted_as_far_in_pieces_of_any_length(monkeypatch: py
     for piece in (2, 33, 1000):
         monkeypatch.setattr(tree_forward, "PIECE", piece)
         engine = engine_with(
-            Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3
+            FixedTuner(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3
         )
         assert_plain(engine)
         accept_lengths.append(engine.stats.accept_length)
     assert accept_lengths == [accept_lengths[-1]] * 3
 
 
-class Slow(Fixed):
+class Slow(FixedTuner):
     def choose(self, batch: BatchState) -> Choice:
         return Choice(self.strategy, otherwise=0.01)
 
 
 def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() -> None:
     engine, silent = (
-        engine_with(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed)
+        engine_with(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, FixedTuner)
     )
     assert_plain(engine)
     assert_plain(silent)
@@ -113,7 +113,7 @@ def test_the_engine_counts_the_seconds_that_references_have_won_and_no_others() 
 
 
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_with(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
+    engine = engine_with(FixedTuner(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
     sizes, logits = [], engine.target.logits
     monkeypatch.setattr(
         engine.target, "logits", lambda features: (sizes.append(len(features)), logits(features))[1]
@@ -145,7 +145,7 @@ def drafter_with(reference: Sequence[int]) -> tuple[ReferenceDrafter, list[int]]
     """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
     request, references = requests_for(1)[0], References(None)
     references.keep(request.noise_key, reference)
-    drafter = use_references(make_engine(make_policy(), Fixed(Strategy.OFF)), references, 1)
+    drafter = use_references(make_engine(make_policy(), FixedTuner(Strategy.OFF)), references, 1)
     drafter.admit(0, request)
     return drafter, [*request.prompt_ids]
 
@@ -205,7 +205,7 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
     for request in requests:
         right = want[request.problem_id, request.sample_index].token_ids
         references.keep(request.noise_key, [*right[:3], hole, *right[4:]])
-    engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
+    engine = make_engine(policy, FixedTuner(Strategy.parse("ahead:8x1x8")))
     use_references(engine, references)
     for key, rollout in by_id(engine.generate(requests)).items():
         assert rollout.token_ids == want[key].token_ids
@@ -217,7 +217,7 @@ def test_the_window_ends_a_draft() -> None:
     (want,) = make_engine(make_policy()).generate([request])
     references = References(None)
     references.keep(request.noise_key, [*want.token_ids, *range(8, 60)])
-    engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:256x1x256")))
+    engine = make_engine(make_policy(), FixedTuner(Strategy.parse("ahead:256x1x256")))
     use_references(engine, references)
     (found,) = engine.generate([request])
     assert found.token_ids == want.token_ids

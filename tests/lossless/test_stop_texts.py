@@ -18,7 +18,7 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Request, Rollout, SamplingParams, Verdict, id_of
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 STOPS = ("abab", "ccc", "bcacb")
@@ -34,7 +34,9 @@ def decode(ids: Ids[int]) -> str:
 
 
 def engine_for(strategy: Strategy = Strategy.OFF, max_batch_size: int = 8) -> RolloutEngine:
-    engine = make_engine(POLICY, None if strategy.is_off else Fixed(strategy), max_batch_size=max_batch_size)
+    engine = make_engine(
+        POLICY, None if strategy.is_off else FixedTuner(strategy), max_batch_size=max_batch_size
+    )
     engine.decode = decode
     return engine
 

@@ -24,7 +24,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculation.law import draw as draw_module
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import gumbel_noise, sample
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 VOCAB, TWINS = 1003, 501
 POLICY = make_policy(
@@ -62,7 +62,7 @@ def _noise_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_with_twins(strategies: list[Strategy], dtype: torch.dtype, batch: int) -> RolloutEngine:
-    tuner = Fixed(strategies[0]) if len(strategies) == 1 else Switching(strategies, seed=batch)
+    tuner = FixedTuner(strategies[0]) if len(strategies) == 1 else Switching(strategies, seed=batch)
     engine = make_engine(POLICY, tuner, dtype=dtype, max_batch_size=batch)
     logits = engine.target.logits
     engine.target.logits = lambda features: doubled(logits(features))

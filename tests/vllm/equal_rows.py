@@ -335,14 +335,14 @@ def responses(dtype: torch.dtype, strategy: str, is_recorded: bool = False) -> d
     from tests.replays import replay_here
     from tlt.base.strategy import Strategy
     from tlt.engine.own.engine import RolloutEngine
-    from tlt.speculation.tuner.tuner import Fixed
+    from tlt.speculation.tuner.tuner import FixedTuner
 
     prepare()
     requests = make_requests(2, 2, 3, longest=14)
     with pytest.MonkeyPatch.context() as patch:
         if is_recorded:
             replay_here(patch)
-        tuner = None if strategy == "off" else Fixed(Strategy.parse(strategy))
+        tuner = None if strategy == "off" else FixedTuner(Strategy.parse(strategy))
         engine = RolloutEngine(model(dtype, "qwen2"), max_batch_size=4, tuner=tuner)
         if tuner is not None:
             off = responses(dtype, "off")

@@ -21,7 +21,7 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Request
 from tlt.base.types import SamplingParams as OurParams
 from tlt.engine.build.model import load_model
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 pytestmark = in_vllm
 
@@ -116,7 +116,7 @@ def test_a_response_near_the_window_s_end_stops_nobody_s_drafts(
 ) -> None:
     """One has a long prompt, and reaches the end early; vLLM would have the others verify zeros from then
     on."""
-    monkeypatch.setattr(telling.link._scheduler, "tuner", Fixed(Strategy("learned", 4, 1, 4)))
+    monkeypatch.setattr(telling.link._scheduler, "tuner", FixedTuner(Strategy("learned", 4, 1, 4)))
     prompts = [request.prompt_ids for request in REQUESTS[:3]]
     prompts[0] = (prompts[0] * WINDOW)[: WINDOW // 2]
     rooms = [WINDOW - len(prompt) for prompt in prompts]
@@ -142,7 +142,7 @@ NUM_LOGPROBS = (None, 0, 1, 5)
 
 
 TUNERS: dict[str, Any] = {
-    "fixed": lambda: Fixed(Strategy("learned", 4, 1, 4)),
+    "fixed": lambda: FixedTuner(Strategy("learned", 4, 1, 4)),
     "changing": lambda: RandomLengths("learned", 8, 3),
 }
 
@@ -200,7 +200,7 @@ def test_what_vllm_counts_under_a_tuner_is_what_happened(
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_log_probabilities_are_those_without_drafts(telling: Any, own: Any, tuner: str) -> None:
     right = {one.prompt_ids: one for one in own.generate(served())}
-    alone, drafted = ask(telling, Fixed(Strategy.OFF)), ask(telling, TUNERS[tuner]())
+    alone, drafted = ask(telling, FixedTuner(Strategy.OFF)), ask(telling, TUNERS[tuner]())
     assert any(any(one.outputs[0].spec_decode_metrics.per_step_accepted) for one in drafted)
     for index, (without, found) in enumerate(zip(alone, drafted, strict=True)):
         ours, num = right[tuple(found.prompt_token_ids)], NUM_LOGPROBS[index % 4]
@@ -225,10 +225,10 @@ def test_log_probabilities_are_those_without_drafts(telling: Any, own: Any, tune
         )
 
 
-@pytest.mark.parametrize("tuner", [Fixed(Strategy.OFF), *(make() for make in TUNERS.values())])
+@pytest.mark.parametrize("tuner", [FixedTuner(Strategy.OFF), *(make() for make in TUNERS.values())])
 def test_a_token_s_rank_does_not_depend_on_what_others_ask_for(telling: Any, tuner: Any) -> None:
     """Nobody here asks for other tokens' log-probabilities."""
-    alone, beside = ask(telling, tuner, [0]), ask(telling, Fixed(Strategy.OFF), [5])
+    alone, beside = ask(telling, tuner, [0]), ask(telling, FixedTuner(Strategy.OFF), [5])
     for one, other in zip(alone, beside, strict=True):
         drawn = one.outputs[0].token_ids
         assert drawn == other.outputs[0].token_ids

@@ -27,7 +27,7 @@ from tlt.models.attention import PackedCausal
 from tlt.models.attention_form import PLAIN, AttentionForm
 from tlt.models.decoder import Policy, Reader, given
 from tlt.models.routing import Routing, watch_routers
-from tlt.models.target import Attention, Target
+from tlt.models.target import AttendInForm, Target
 
 _NAME = "tlt"
 
@@ -107,7 +107,7 @@ class AnyTransformer(Policy):
         self,
         token_ids_N: Tensor,
         positions_N: Tensor,
-        attend: Attention,
+        attend: AttendInForm,
         read: Reader | None = None,
         inputs: Sequence[Tensor] = (),
         routing: Routing | None = None,
@@ -133,7 +133,7 @@ class AnyTransformer(Policy):
         self,
         token_ids_N: Tensor,
         positions_N: Tensor,
-        attend: Attention,
+        attend: AttendInForm,
         capture: Sequence[int],
         routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class AnyTransformer(Policy):
         return self.config.finish_logits(F.linear(features, self.head_weight))
 
 
-def _with_largest_heads(attend: Attention, config: AnyConfig) -> Attention:
+def _with_largest_heads(attend: AttendInForm, config: AnyConfig) -> AttendInForm:
     """Attention over a cache whose layers have one shape: zeros fill a head, and a kv head is repeated.
     Scores and sums stay the same."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -247,7 +247,7 @@ class AnyTarget(Target):
         vars(self).pop("unsound_V", None)
 
     def forward_capturing(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: AttendInForm, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         if not self.records_routes:
             return self.model.forward_capturing(token_ids_N, positions_N, attend, capture)
@@ -278,7 +278,7 @@ def _attention(
     value_1KND: Tensor,
     attention_mask: Tensor | None,
     *,
-    attend: Attention,
+    attend: AttendInForm,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Returns [1, N, H, D]. Raises UserError for arguments that are neither of the form nor ignored."""

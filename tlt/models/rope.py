@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     factor: float
 
     def stretch(self, frequencies_H: Tensor, theta: float) -> tuple[Tensor, float]:
@@ -69,7 +69,7 @@ class Yarn:
         return frequencies_H, usual if self.attention_factor is None else self.attention_factor
 
 
-Scaling = Linear | Llama3 | Yarn
+Scaling = LinearScaling | Llama3 | Yarn
 
 
 class RopeConfig(Protocol):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tlt.models.loops.products import Panels
 
 
-class Attention(Protocol):
+class AttendInForm(Protocol):
     """See `decoder.Attend`."""
 
     def __call__(self, layer: int, qkv_NSD: Tensor, form: AttentionForm = PLAIN) -> Tensor: ...
@@ -49,7 +49,7 @@ class Target:
         raise NotImplementedError
 
     def forward_capturing(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attention, capture: Sequence[int]
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: AttendInForm, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Returns (features_NE, captured_NF). Captured are the inputs of the layers in `capture`, residual
         sums before any norm; of the number of layers, or an empty `capture`, the features."""

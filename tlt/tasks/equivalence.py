@@ -50,7 +50,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Quantity:
     """digit: worth of the last digit; None: a fraction.
     unit: the words behind the number.
     """
@@ -59,13 +59,13 @@ class Measured:
     digit: Fraction | None
     unit: str
 
-    def equals(self, other: Measured) -> bool:
+    def equals(self, other: Quantity) -> bool:
         """Whether both are one number, or one rounds the other; units, if both have one, must agree."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
         return self.value == other.value or self.rounds(other) or other.rounds(self)
 
-    def rounds(self, other: Measured) -> bool:
+    def rounds(self, other: Quantity) -> bool:
         if self.digit is None or self.digit >= 1 or _is_decimal(other.value.denominator):
             return False
         is_long = abs(self.value) >= self.digit / Fraction(ROUNDED * 10)
@@ -81,7 +81,7 @@ class Measured:
         return f"{'-' * (self.value < 0)}{digits[:-places]}.{digits[-places:]}"
 
 
-def measure(text: str) -> Measured | None:
+def measure(text: str) -> Quantity | None:
     r"""Reads a number, perhaps with a unit: `\frac{1}{3}\text{ cm}`, `1.6\times 10^{-19}`, `5 million`;
     else None."""
     text, unit, scale = text.strip().removesuffix(".").replace("\u2212", "-"), "", 1
@@ -98,7 +98,7 @@ def measure(text: str) -> Measured | None:
     if match := _POWER.fullmatch(text):
         text = f"{match[1]}e{match[2] or match[3]}"
     value = to_number(text)
-    return None if value is None else Measured(value * scale, _last_digit(text, scale), unit)
+    return None if value is None else Quantity(value * scale, _last_digit(text, scale), unit)
 
 
 def _last_digit(number: str, scale: int) -> Fraction | None:

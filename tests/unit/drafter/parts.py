@@ -28,7 +28,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.tuner.protocol import StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
@@ -140,7 +140,7 @@ def run_engine(
     engine.load_policy(dict(POLICY.named_parameters()))
     drafter = make_drafter(3, engine.target)
     if oracle:
-        rollouts = [finished.rollout for finished in run_engine(Fixed(Strategy.OFF), requests)[1]]
+        rollouts = [finished.rollout for finished in run_engine(FixedTuner(Strategy.OFF), requests)[1]]
         answers = {(r.problem_id, r.sample_index): r.token_ids for r in rollouts}
         drafter.__class__ = OracleTrees
         drafter.artificial = ArtificialDrafter("oracle", 0, answers)

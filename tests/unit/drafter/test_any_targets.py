@@ -30,7 +30,7 @@ from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.target import Target
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 TARGETS = ("granite-3.3-8b", "gemma-2-2b", "gemma-3-1b", "Qwen3-30B-A3B", "gpt-oss-20b")
 METHODS: tuple[Method, ...] = ("eagle", "eagle3", "dflash", "dspark")
@@ -116,7 +116,7 @@ def test_a_drafter_learns_any_target_and_changes_none_of_its_tokens(name: str, m
 
     def accept_length() -> float:
         engine = make_engine(name, torch.float64)
-        engine.tuner = Fixed(Strategy.parse("learned:4x1x4"))
+        engine.tuner = FixedTuner(Strategy.parse("learned:4x1x4"))
         packed = pack_drafter(model.config, model.state_dict(), torch.float64)
         engine.load_drafter(LearnedDrafter(packed, engine.target, 4))
         assert tokens_of(engine, requests) == off

@@ -14,7 +14,7 @@ from tlt.drafter.forms import pack_drafter
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.protocol import ReferenceDraft
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 CPU = torch.device("cpu")
 RAW = torch.tensor([-50, -5, -3.5, -2.6, -2, -1.4, -1, -0.8, -0.5, -0.4, -0.2, -0.15, -0.07, -0.03, -0.01])
@@ -69,7 +69,9 @@ def test_a_candidate_is_judged_where_its_parent_was_accepted() -> None:
 
 def test_the_verdicts_of_an_engine_teach_its_drafter() -> None:
     engine = RolloutEngine(
-        PackedTransformer(CONFIG, torch.float64), max_batch_size=3, tuner=Fixed(Strategy("learned", 3, 2, 6))
+        PackedTransformer(CONFIG, torch.float64),
+        max_batch_size=3,
+        tuner=FixedTuner(Strategy("learned", 3, 2, 6)),
     )
     engine.load_policy(dict(POLICY.named_parameters()))
     drafter = LearnedDrafter(pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64), engine.target, 3)

@@ -15,7 +15,7 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
 from tlt.drafter.drafting.learned.feature_history import FeatureHistory
 from tlt.speculation.tuner.protocol import Choice, StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 
 @settings(max_examples=100, deadline=None)
@@ -85,7 +85,7 @@ def test_a_step_with_off_chosen_runs_exactly_the_operations_of_an_engine_without
     policy = make_policy()
     requests = [Request(f"p{i}", 0, tuple(range(1, 3 + i)), SamplingParams(max_tokens=50)) for i in range(3)]
     counted = []
-    for tuner in (None, Fixed(Strategy.OFF)):
+    for tuner in (None, FixedTuner(Strategy.OFF)):
         engine = make_engine(policy, tuner, drafter=drafter)
         engine.add(requests)
         engine.step()  # the prefill hands over the prompts' features

@@ -37,7 +37,7 @@ from tlt.drafter.drafting.retrieval.references import References
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.speculation.tuner.protocol import StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 
 def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -93,9 +93,9 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(
 @pytest.mark.parametrize(
     ("tuner", "oracle"),
     [
-        (Fixed(Strategy("learned", 3, 1, 3)), False),
-        (Fixed(Strategy("learned", 3, 2, 6)), False),
-        (Fixed(Strategy("artificial", 4, 3, 10)), True),
+        (FixedTuner(Strategy("learned", 3, 1, 3)), False),
+        (FixedTuner(Strategy("learned", 3, 2, 6)), False),
+        (FixedTuner(Strategy("artificial", 4, 3, 10)), True),
         (Switching([Strategy.OFF, Strategy("learned", 3, 1, 3), Strategy("learned", 3, 2, 6)], 1), False),
     ],
     ids=["chain", "tree", "oracle trees", "switching"],
@@ -119,14 +119,14 @@ def test_features_after_a_long_accepted_reference_are_those_of_a_plain_forward(n
     """A reference of 150 tokens, right up to some: beyond the first 33 nodes only what was kept is
     remembered."""
     asked = Request("p", 0, (3, 4, 5), SamplingParams(temperature=0.7, max_tokens=150))
-    right = run_engine(Fixed(Strategy.OFF), [asked])[1][0].rollout.token_ids
+    right = run_engine(FixedTuner(Strategy.OFF), [asked])[1][0].rollout.token_ids
     references = References()
     wrong = [(token + 1) % VOCAB for token in right[num_right:]]
     references.keep(asked.noise_key, [*right[:num_right], *wrong])
     engine = RolloutEngine(
         PackedTransformer(CONFIG, torch.float64),
         max_batch_size=3,
-        tuner=Fixed(Strategy("ahead", 128, 1, 128)),
+        tuner=FixedTuner(Strategy("ahead", 128, 1, 128)),
     )
     engine.load_policy(dict(POLICY.named_parameters()))
     engine.load_drafter(make_drafter(3, engine.target))

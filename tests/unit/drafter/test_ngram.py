@@ -23,7 +23,7 @@ from tlt.drafter.drafting.retrieval.suffix_index import ANCHORS, SuffixIndex
 from tlt.drafter.protocol import DraftContext, DraftNoise
 from tlt.engine.stats import EngineStats
 from tlt.speculation.law.params import BatchParams
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 CPU = torch.device("cpu")
 CHAIN = Strategy("ngram", 4, 1, 4)
@@ -195,7 +195,7 @@ def test_a_prompt_is_indexed_once_however_many_samples_it_has() -> None:
 
 
 def test_nothing_is_indexed_while_no_strategy_asks_for_retrieval() -> None:
-    engine = make_engine(make_policy(), Fixed(Strategy.OFF), drafter="ngram")
+    engine = make_engine(make_policy(), FixedTuner(Strategy.OFF), drafter="ngram")
     asked = [Request("p", i, (3, 4, 5, 6, 7), SamplingParams(max_tokens=20)) for i in range(4)]
     with patch.object(suffix_index.AnchorTable, "read", side_effect=AssertionError("indexed")):
         assert len(by_id(engine.generate(asked))) == 4
@@ -222,7 +222,7 @@ def test_what_was_indexed_at_once_is_found_as_what_was_indexed_step_by_step() ->
 def test_the_second_call_of_an_engine_retrieves_from_its_prompts_as_the_first() -> None:
     """The API numbers the prompts of each call anew."""
     drafted = []
-    engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
+    engine = make_engine(make_policy(), FixedTuner(CHAIN), drafter="ngram")
     for first in (1, 21, 41):
         engine.stats = EngineStats()
         prompts = [(*range(first, first + 18), *range(first + shift, first + 9)) for shift in range(3)]
@@ -235,7 +235,7 @@ def test_the_second_call_of_an_engine_retrieves_from_its_prompts_as_the_first() 
 
 def test_an_aborted_rollout_leaves_no_text_open() -> None:
     """A text that stays open is never forgotten."""
-    engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
+    engine = make_engine(make_policy(), FixedTuner(CHAIN), drafter="ngram")
     assert isinstance(engine.drafter, NgramDrafter)
     with patch.object(suffix_index, "_MAX_TEXTS", 2):
         for _ in range(5):
@@ -298,7 +298,7 @@ def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int
 def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_at_first() -> None:
     """What was retrieved is judged whether or not it was drafted; otherwise it could never show what it is
     worth."""
-    engine = make_engine(make_policy(std=0.05), Fixed(Strategy("hybrid", 6, 1, 6)))
+    engine = make_engine(make_policy(std=0.05), FixedTuner(Strategy("hybrid", 6, 1, 6)))
     assert isinstance(engine.drafter, HybridDrafter)
     engine.drafter.learned_accepted = 2.5  # more than retrieval promises before it was ever judged
     taken = []
@@ -345,7 +345,7 @@ def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
 @pytest.mark.parametrize("width", [1, 2])
 def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int) -> None:
     """A row that repeats itself beside one that does not."""
-    engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
+    engine = make_engine(make_policy(), FixedTuner(Strategy("hybrid", 4, width, 8)))
     hybrid = engine.drafter
     assert isinstance(hybrid, HybridDrafter)
     hybrid.ngram.hits = [[98.0, 100.0]] * len(hybrid.ngram.hits)
@@ -465,7 +465,7 @@ def test_branches_grow_the_tree_that_single_tokens_grow(shape: str) -> None:
 
 
 def test_the_hybrid_learns_what_the_learned_drafter_brings_from_its_own_rows_alone() -> None:
-    hybrid = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, 1, 4))).drafter
+    hybrid = make_engine(make_policy(), FixedTuner(Strategy("hybrid", 4, 1, 4))).drafter
     assert isinstance(hybrid, HybridDrafter)
     tree = DraftTree(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64))
     verdicts = [verdict((1, 2, 3, 4, 5), num) for num in (4, 0, 2)]

@@ -29,7 +29,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 DRAFT_VOCAB = VOCAB - 3
 METHODS: list[tuple[Method, int | None]] = [("eagle", None), ("eagle3", None), ("eagle3", DRAFT_VOCAB)]
@@ -176,7 +176,9 @@ def test_tokens_are_those_of_off(
     plain = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3)
     plain.load_policy(POLICY.state_dict())
     expected = {r.problem_id: r.token_ids for r in plain.generate(requests)}
-    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=Fixed(strategy))
+    engine = RolloutEngine(
+        PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=FixedTuner(strategy)
+    )
     engine.load_policy(POLICY.state_dict())
     model = make_model(2, method, draft_vocab, DEEP)
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)

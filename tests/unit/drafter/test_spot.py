@@ -37,7 +37,7 @@ from tlt.drafter.training.spot import (
     SpotTrainer,
 )
 from tlt.models.hf.weights import content_hash
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 
 def run_idle(spot: SpotTrainer, max_micro_steps: int = 200) -> DrafterReport:
@@ -69,7 +69,7 @@ def filled_buffer(num: int, length: int, num_prompt: int) -> TrajectoryBuffer:
 @pytest.mark.parametrize("chunk", [1, 7, 128])
 def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     captured = TrajectoryBuffer(10**6)
-    engine, ended = run_engine(Fixed(Strategy("learned", 3, 2, 6)), make_requests())
+    engine, ended = run_engine(FixedTuner(Strategy("learned", 3, 2, 6)), make_requests())
     for finished in ended:
         captured.add(finished.rollout, finished.captured_TF)
     for trajectory in captured.trajectories:

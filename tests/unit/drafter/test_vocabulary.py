@@ -55,7 +55,7 @@ from tlt.engine.own.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf.files import COUNTS
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 LARGE = replace(CONFIG, vocab_size=16_384, num_layers=4)
 """Most of its numbers are the head's."""
@@ -261,7 +261,9 @@ def drafting_engine(
     wanted: DraftVocab, strategy: Strategy, method: Method = "eagle"
 ) -> tuple[RolloutEngine, LearnedDrafter, set[int]]:
     """An engine, its drafter, and what that proposes from the second choice on."""
-    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=Fixed(strategy))
+    engine = RolloutEngine(
+        PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=FixedTuner(strategy)
+    )
     engine.load_policy(dict(POLICY.named_parameters()))
     packed = pack_drafter(MODEL.config, MODEL.state_dict(), torch.float64)
     vocabulary = DraftVocabulary(costs_of(CONFIG), wanted)

@@ -26,7 +26,7 @@ from tlt.models.attention import PackedCausal, SharedPrompts
 from tlt.models.decoder import Policy
 from tlt.models.hf.families import load_model_config, parse_any
 from tlt.models.hf.weights import StoredTensors, read_safetensors, save_model
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.training.build.policy import build_policy, policy_on_meta
 from tlt.training.ranks.sharding import FullTensors
 
@@ -92,7 +92,7 @@ def num_other_by_eagle(name: str) -> int:
     off = by_id(make_engine(name, torch.float64).generate(make_requests()))
     model = random_drafter(engine.config, "learned")
     packed = pack_drafter(model.config, model.state_dict(), torch.float64)
-    engine.tuner = Fixed(Strategy.parse("learned:4x2x6"))
+    engine.tuner = FixedTuner(Strategy.parse("learned:4x2x6"))
     engine.load_drafter(LearnedDrafter(packed, engine.target, 4))
     found = by_id(engine.generate(make_requests()))
     assert engine.stats.num_verifications > 0

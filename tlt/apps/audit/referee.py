@@ -71,14 +71,14 @@ class Referee:
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     logp_TV: Tensor
     """float64; -inf for truncated tokens."""
     border_TV: Tensor
     """Tokens removed so narrowly that an engine's rounding may keep them."""
 
 
-def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Law:
+def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Distribution:
     """logits → temperature → top-k → top-p → min-p → softmax, in float64.
 
     tolerance: nats by which an engine's rounding may move a logit.
@@ -86,7 +86,7 @@ def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> La
     scaled_TV = logits_TV.double() / params.temperature
     kept_TV = torch.ones_like(scaled_TV, dtype=torch.bool)
     if not params.truncates:
-        return Law(scaled_TV.log_softmax(-1), ~kept_TV)
+        return Distribution(scaled_TV.log_softmax(-1), ~kept_TV)
     wide_TV = kept_TV.clone()
     order_TV = (-scaled_TV).argsort(dim=-1, stable=True)
     ranks_TV = order_TV.argsort(dim=-1)
@@ -104,4 +104,4 @@ def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> La
     kept_TV = kept_TV & (scaled_TV >= floor_T1)
     wide_TV = wide_TV & (scaled_TV >= floor_T1 - tolerance)
     kept_TV = kept_TV | (ranks_TV == 0)
-    return Law(scaled_TV.masked_fill(~kept_TV, -math.inf).log_softmax(-1), wide_TV & ~kept_TV)
+    return Distribution(scaled_TV.masked_fill(~kept_TV, -math.inf).log_softmax(-1), wide_TV & ~kept_TV)

@@ -19,7 +19,7 @@ Answer = Callable[[Sequence[Request]], Sequence[Rollout]]
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPlace:
     response: int
     problem_id: str
     token: int
@@ -38,7 +38,7 @@ class Relation:
     num_differing: int
     largest: float
     """The largest difference, in nats."""
-    first: Place | None
+    first: TokenPlace | None
     """The first log-probability or token that differs."""
 
     @property
@@ -85,7 +85,7 @@ def compare(way: str, alone: Sequence[Rollout], others: Sequence[Rollout], num_a
         gaps = (abs(one.logprobs[place] - other.logprobs[place - begin]) for place in differing)
         largest = max(largest, *gaps, 0.0)
         if first is None and (differing or not is_equal):
-            first = Place(index, one.problem_id, min([*differing, end]))
+            first = TokenPlace(index, one.problem_id, min([*differing, end]))
     counts = num_equal, num_logprobs, num_differing
     return Relation(way, num_asked - len(pairs), len(pairs), *counts, largest, first)
 

@@ -66,7 +66,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedBatch:
     seconds: float
     token_ids: tuple[tuple[int, ...], ...]
 
@@ -77,7 +77,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Measured:
-    turns: Mapping[str, Sequence[Turn]]
+    turns: Mapping[str, Sequence[TimedBatch]]
     stats: EngineStats
 
     @property
@@ -100,7 +100,7 @@ def measure(
     num_rounds: int,
     log: Callable[[str], None] = lambda line: None,
 ) -> Measured:
-    turns: dict[str, list[Turn]] = {OFF: [], ADAPTIVE: []}
+    turns: dict[str, list[TimedBatch]] = {OFF: [], ADAPTIVE: []}
     for index in range(num_rounds + 1):
         asked = requests(index)
         order = (OFF, ADAPTIVE) if index % 2 else (ADAPTIVE, OFF)
@@ -115,7 +115,7 @@ def measure(
     return Measured(turns, engines[ADAPTIVE].stats)
 
 
-def _take_turn(engine: RolloutBackend, requests: Sequence[Request]) -> Turn:
+def _take_turn(engine: RolloutBackend, requests: Sequence[Request]) -> TimedBatch:
     begun = time.perf_counter()
     rollouts = sorted(engine.generate(requests), key=id_of)
-    return Turn(time.perf_counter() - begun, tuple(one.token_ids for one in rollouts))
+    return TimedBatch(time.perf_counter() - begun, tuple(one.token_ids for one in rollouts))

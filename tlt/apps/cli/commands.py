@@ -55,7 +55,7 @@ class Command:
         return others, len(others) < len(words)
 
 
-def complete(options: completion.Completion) -> int:
+def complete(options: completion.ShellCompletion) -> int:
     known = {name: (one.options, one.has_record) for name, one in COMMANDS.items()}
     print(completion.script(options.shell, known), end="")
     return 0
@@ -81,7 +81,7 @@ COMMANDS = {
     "serve": Command(serve.Serve, serve.run),
     "hub push": Command(hub.HubPush, hub.run, hub.summarize),
     "bench": Command(bench.Bench, bench.run, bench.summarize),
-    "completion": Command(completion.Completion, complete),
+    "completion": Command(completion.ShellCompletion, complete),
 }
 FAMILIES = {
     "audit": "Judge whether an engine samples from the model's own probabilities.",

@@ -15,7 +15,7 @@ from tlt.base.config.section import takes_a_path
 from tlt.base.io.recipes import list_configs
 
 
-class Completion(Options):
+class ShellCompletion(Options):
     """Print a script that lets a shell complete what is typed after tlt.
 
     bash: tlt completion bash > ~/.local/share/bash-completion/completions/tlt

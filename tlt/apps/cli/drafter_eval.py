@@ -95,9 +95,9 @@ def measure_chains(
     """Measures the acceptance of chains of `depth` guesses. Raises UserError where prompts and responses are
     too short for any guess."""
     from tlt.engine.build.engine import build_engine, build_learned
-    from tlt.speculation.tuner.tuner import Fixed
+    from tlt.speculation.tuner.tuner import FixedTuner
 
-    tuner = Fixed(Strategy("learned", depth, 1, depth))
+    tuner = FixedTuner(Strategy("learned", depth, 1, depth))
     engine = build_engine(model.config, model.tensors, settings, tuner=tuner)
     learned = build_learned(engine, drafter, settings)
     engine.load_drafter(learned)

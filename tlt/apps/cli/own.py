@@ -22,7 +22,7 @@ from tlt.base.io.recipes import check_free
 from tlt.base.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.apps.plan.choices import Choice
+    from tlt.apps.plan.choices import Setting
     from tlt.apps.run.own import OwnRun
 
 CONFIG, REWARD, TEST, ROWS = "train.toml", "reward.py", "test_reward.py", "rows.jsonl"
@@ -90,7 +90,7 @@ def find_function(text: str) -> tuple[Path, str]:
     return file, function
 
 
-def print_choices(choices: Iterable[Choice]) -> None:
+def print_choices(choices: Iterable[Setting]) -> None:
     from rich.console import Console
     from rich.table import Table
 

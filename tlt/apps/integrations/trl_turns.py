@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tlt.base.types import ResponseId, Rollout, UserError, id_of
 from tlt.base.value_types import shorten
 from tlt.models.hf.template import Message
-from tlt.models.hf.turns import Call, Turn
+from tlt.models.hf.turns import ToolCall, Turn
 from tlt.tasks.environments.environment import Answer, Ask, dump, load
 from tlt.tasks.environments.pool import Reply
 from tlt.training.rollout.conversations import Conversations, Talk
@@ -84,10 +84,10 @@ class TRLTurns(Conversations):
             return [*first]
         return [*rollout.turns.messages, self._writer(rollout).read(rollout.last_turn).message]
 
-    def _writer_of(self, rollout: Rollout, row: Mapping[str, Any]) -> Writer:
+    def _writer_of(self, rollout: Rollout, row: Mapping[str, Any]) -> TrlTurnWriter:
         settled, instances = 0 if rollout.turns is None else rollout.turns.num_settled, self.instances
         before = [*rollout.prompt_ids, *rollout.token_ids[:settled]]
-        return Writer(self.trainer, before, instances.tools_in(instances.read(_state_of(rollout))))
+        return TrlTurnWriter(self.trainer, before, instances.tools_in(instances.read(_state_of(rollout))))
 
     def _advance(self, talk: Talk, ends: bool = False) -> None:
         """TRL itself asks for rewards."""
@@ -120,7 +120,7 @@ def _state_of(rollout: Rollout) -> str:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TrlTurnWriter:
     """before: the tokens that precede the turn."""
 
     trainer: Any
@@ -133,7 +133,7 @@ class Writer:
 
         tokenizer, tools = self.trainer.processing_class, [*self.tools.values()]
         message = parse_response(tokenizer, list(turn_ids), prefix=self.before, tools=tools)
-        calls = [Call(name_of(call), call) for call in message.get("tool_calls") or ()]
+        calls = [ToolCall(name_of(call), call) for call in message.get("tool_calls") or ()]
         waits = [_waits(self.tools.get(call.name), call.arguments) for call in calls]
         in_order = sorted(range(len(calls)), key=waits.__getitem__)
         return Turn(message, tuple(calls[number] for number in in_order))

@@ -35,7 +35,7 @@ class Placed:
 
 
 @dataclass
-class Section:
+class PageSection:
     id: str
     title: str
     charts: list[Placed] = field(default_factory=list)
@@ -110,7 +110,7 @@ def _settings(runs: Sequence[RunRecords]) -> dict[str, summary.Table | None]:
     }
 
 
-def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Section]:
+def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[PageSection]:
     def of_series(specs: Sequence[series.SeriesSpec]) -> list[Placed]:
         return _placed([series.series_chart(spec, runs) for spec in specs])
 
@@ -122,18 +122,18 @@ def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Sect
             if chart is not None
         ]
 
-    learning = Section(
+    learning = PageSection(
         "learning", "Learning", _placed(series.held_out_charts(runs)) + of_series(series.LEARNING)
     )
-    lengths = Section("lengths", "Lengths of responses", of_series(series.LENGTHS))
-    turns = Section("turns", "Turns, tools and environments")
+    lengths = PageSection("lengths", "Lengths of responses", of_series(series.LENGTHS))
+    turns = PageSection("turns", "Turns, tools and environments")
     if any(run.has_turns for run in runs):
         turns.charts += of_series(series.TURNS)
-    time = Section("time", "Time", of_each([timing.use_chart(time) for time in times], "use"))
+    time = PageSection("time", "Time", of_each([timing.use_chart(time) for time in times], "use"))
     time.charts += of_series(series.SPEED)
     if shares := _shares(times):
         time.tables.append((shares, "Where the time went, as shares of the steps whose timeline was read."))
-    drafts = Section("speculation", "Speculation", of_series(series.SPECULATION))
+    drafts = PageSection("speculation", "Speculation", of_series(series.SPECULATION))
     drafts.charts += _placed([speculation.depth_chart(runs)])
     drafts.charts += of_each([series.strategy_chart(run) for run in runs], "strategies")
     drafts.charts += of_each([speculation.batch_chart(time.run, time.read) for time in times], "batch")
@@ -143,7 +143,7 @@ def _sections(runs: Sequence[RunRecords], times: Sequence[RunTime]) -> list[Sect
         turns,
         time,
         drafts,
-        Section("update", "Health of the update", of_series(series.HEALTH)),
+        PageSection("update", "Health of the update", of_series(series.HEALTH)),
     ]
 
 

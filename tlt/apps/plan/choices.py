@@ -1,7 +1,7 @@
 """Chooses a run's keys for a model and data of the user's own.
 
     the model: shape, window, chat template ─┐
-    the data: columns, rows, splits          ├─ choose ──▶ Choice(key, value, why), …
+    the data: columns, rows, splits          ├─ choose ──▶ Setting(key, value, why), …
     the machine: GPUs, cores, memory ────────┤
     the keys that the user gives, which win ─┘
 
@@ -91,7 +91,7 @@ class MachineFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """longest_prompt: in tokens.
     num_problems: None: unknown.
     """
@@ -104,7 +104,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Setting:
     key: str
     value: Any
     why: str
@@ -116,7 +116,7 @@ class Choices:
     answer), or "own" (the data does not say what is right).
     """
 
-    chosen: tuple[Choice, ...]
+    chosen: tuple[Setting, ...]
     reward: str
 
     @property
@@ -124,7 +124,7 @@ class Choices:
         return {choice.key: choice.value for choice in self.chosen}
 
 
-def choose(facts: Facts, given: Mapping[str, Any]) -> Choices:
+def choose(facts: RunFacts, given: Mapping[str, Any]) -> Choices:
     """given: the user's values by key, which are left out, such as {"lora.rank": 8}."""
     about_data = choose_data(facts.model, facts.data, given)
     found = [*about_data.chosen, *_choose_lengths(facts, about_data.reward, given)]
@@ -150,19 +150,21 @@ def choose_data(model: ModelFacts, data: DataFacts, given: Mapping[str, Any]) ->
         raise UserError(f"task.data: none of its columns {known} has a prompt's usual name; {remedy}")
     answer = columns.get("answer") or _answer_column(data)
     reward = "task" if "task.name" in given or given.get("rewards.functions") else _scoring(data, answer)
-    found: list[Choice] = []
+    found: list[Setting] = []
     if reward == "task" and "task.name" not in given and not given.get("rewards.functions"):
-        found.append(Choice("task.name", "math", f"{answer} holds numbers or formulas: math-verify compares"))
+        found.append(
+            Setting("task.name", "math", f"{answer} holds numbers or formulas: math-verify compares")
+        )
     renamed = {"prompt": prompt} if prompt not in ("prompt", "messages", "prompt_ids") else {}
     if answer not in (None, "answer", _VERL):
         renamed["answer"] = str(answer)
     if renamed:
         why = ", ".join(f"{theirs} holds the {ours}" for ours, theirs in renamed.items())
-        found.append(Choice("task.columns", renamed, why))
+        found.append(Setting("task.columns", renamed, why))
     found += _choose_chat(model, data, prompt)
     found += _choose_held_out(data, given)
     if data.num_rows < 8:
-        found.append(Choice("rollout.problems_per_step", data.num_rows, "there are no more rows"))
+        found.append(Setting("rollout.problems_per_step", data.num_rows, "there are no more rows"))
     return Choices(tuple(choice for choice in found if choice.key not in given), reward)
 
 
@@ -196,10 +198,10 @@ def _is_mathematics(text: str) -> bool:
     return to_number(text) is not None or find_answer(text, "marked") is not None or "\\" in text
 
 
-def _choose_chat(model: ModelFacts, data: DataFacts, prompt: str) -> Iterator[Choice]:
+def _choose_chat(model: ModelFacts, data: DataFacts, prompt: str) -> Iterator[Setting]:
     first = data.rows[0][prompt]
     if isinstance(first, str) and model.has_chat_template:
-        yield Choice("task.chat", True, f"{prompt} is text, and the tokenizer has a chat template")
+        yield Setting("task.chat", True, f"{prompt} is text, and the tokenizer has a chat template")
     if prompt == "prompt_ids" or isinstance(first, str):
         return
     if not model.has_chat_template:
@@ -211,13 +213,13 @@ def _choose_chat(model: ModelFacts, data: DataFacts, prompt: str) -> Iterator[Ch
         raise UserError(f"task.data: {what}; leave that message out of the rows")
 
 
-def _choose_held_out(data: DataFacts, given: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_held_out(data: DataFacts, given: Mapping[str, Any]) -> Iterator[Setting]:
     if {"evaluation.data", "evaluation.split", "task.split"} & given.keys():
         return
     if given.get("evaluation.num_problems") == 0:
         return
     if data.test_split is not None:
-        yield Choice("evaluation.split", data.test_split, "the data's own split to test on")
+        yield Setting("evaluation.split", data.test_split, "the data's own split to test on")
         return
     num, split = min(HELD_OUT, data.num_rows // 8), data.train_split
     if not num or split is None:
@@ -226,17 +228,17 @@ def _choose_held_out(data: DataFacts, given: Mapping[str, Any]) -> Iterator[Choi
             if split
             else "the data has no split to test on"
         )
-        yield Choice("evaluation.num_problems", 0, why)
+        yield Setting("evaluation.num_problems", 0, why)
         return
-    yield Choice("task.split", f"{split}[:-{num}]", f"of {data.num_rows:,} rows, all but those held out")
-    yield Choice("evaluation.split", f"{split}[-{num}:]", "the last rows are held out: nothing else tests")
-    yield Choice("evaluation.num_problems", num, "all of these")
+    yield Setting("task.split", f"{split}[:-{num}]", f"of {data.num_rows:,} rows, all but those held out")
+    yield Setting("evaluation.split", f"{split}[-{num}:]", "the last rows are held out: nothing else tests")
+    yield Setting("evaluation.num_problems", num, "all of these")
 
 
 # ── the training ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _choose_lengths(facts: Facts, reward: str, given: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_lengths(facts: RunFacts, reward: str, given: Mapping[str, Any]) -> Iterator[Setting]:
     window, most = facts.model.shape.max_positions, MOST_TOKENS[facts.machine.device]
     room = window - facts.longest_prompt
     why = f"raise it where answers are longer: the window leaves {room:,}"
@@ -248,20 +250,20 @@ def _choose_lengths(facts: Facts, reward: str, given: Mapping[str, Any]) -> Iter
         why = f"answers have up to {longest} characters: the rest is to think; the window leaves {room:,}"
     if room < most:
         why = f"all that the window of {window:,} leaves after the longest prompt"
-    yield Choice("sampling.max_tokens", min(room, most), why)
+    yield Setting("sampling.max_tokens", min(room, most), why)
 
 
-def _choose_steps(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_steps(facts: RunFacts, values: Mapping[str, Any]) -> Iterator[Setting]:
     config, num = _config(values), facts.num_problems
     if num is None:
         return
     most = MOST_EPOCHS * (num // config.rollout.problems_per_step)
     if 0 < most < config.run.num_steps:
         rows = f"{MOST_EPOCHS} times through {num:,} rows"
-        yield Choice("run.num_steps", most, f"policy updates: {rows}; raise it while evaluations improve")
+        yield Setting("run.num_steps", most, f"policy updates: {rows}; raise it while evaluations improve")
 
 
-def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_weights(facts: RunFacts, values: Mapping[str, Any]) -> Iterator[Setting]:
     ways = list(_ways(facts, values))
     tries = [(keys, _plan(facts, dict(values) | keys)) for keys in ways]
     roomy = (keys for keys, run in tries if fits(replace(run, rank_bytes=_filled(run))))
@@ -275,7 +277,7 @@ def _choose_weights(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]
     whys = {"lora.rank": f"{kind} {size} {told}"} | _WHYS
     for key, value in keys.items():
         if key != MICRO_BATCH or value != MICRO_BATCHES[0]:
-            yield Choice(key, value, whys[key])
+            yield Setting(key, value, whys[key])
 
 
 def _filled(run: PlannedRun) -> int:
@@ -292,7 +294,7 @@ _WHYS = {
 }
 
 
-def _ways(facts: Facts, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _ways(facts: RunFacts, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     is_stored_in_half = facts.model.stored_as == "bfloat16" and facts.machine.num_gpus > 0
     half = {"lora.base_dtype": "bfloat16"} if is_stored_in_half else {}
     kinds: list[dict[str, Any]] = [{"lora.rank": 0}, LORA | half]
@@ -311,7 +313,7 @@ def _is_sharded(machine: MachineFacts, values: Mapping[str, Any]) -> bool:
     return choose_layout(values.get("parallel.policy", "auto"), num_ranks, machine.device).is_sharded
 
 
-def _plan(facts: Facts, values: Mapping[str, Any]) -> PlannedRun:
+def _plan(facts: RunFacts, values: Mapping[str, Any]) -> PlannedRun:
     config, machine = _config(values), facts.machine
     num, is_gpu = _ranks(facts, config).number, machine.num_gpus > 0
     sharing = 1 if is_gpu else num
@@ -335,7 +337,7 @@ _WEIGHING = {"run", "parallel", "lora", "rollout", "sampling", "algorithm"} | {
 }
 
 
-def _ranks(facts: Facts, config: Config) -> RankChoice:
+def _ranks(facts: RunFacts, config: Config) -> RankChoice:
     machine, wanted = facts.machine, config.run.num_ranks
     if wanted != "auto" or machine.num_gpus:
         return RankChoice(machine.num_gpus if wanted == "auto" else wanted, "one for each GPU")
@@ -346,16 +348,16 @@ def _ranks(facts: Facts, config: Config) -> RankChoice:
     return ranks_on_cpus(by_cores, machine.num_bytes, each, config.rollout.problems_per_step)
 
 
-def _choose_rates(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_rates(facts: RunFacts, values: Mapping[str, Any]) -> Iterator[Setting]:
     is_large = count_parameters(facts.model.shape) >= SMALL_MODEL
     kind = "adapters" if values.get("lora.rank") else "all weights"
     size = f"a model {'from' if is_large else 'below'} a billion parameters"
     ten_times = ", ten times that of all weights (LoRA Without Regret)" if kind == "adapters" else ""
-    yield Choice("optimizer.learning_rate", RATES[kind][is_large], f"for {kind} of {size}{ten_times}")
+    yield Setting("optimizer.learning_rate", RATES[kind][is_large], f"for {kind} of {size}{ten_times}")
 
 
-def _choose_ranks(facts: Facts, values: Mapping[str, Any]) -> Iterator[Choice]:
+def _choose_ranks(facts: RunFacts, values: Mapping[str, Any]) -> Iterator[Setting]:
     ranks, is_gpu = _ranks(facts, _config(values)), facts.machine.num_gpus > 0
     sharded = ", the policy in slices (FSDP2)" if _is_sharded(facts.machine, values) else ""
-    yield Choice("run.num_ranks", "auto", f"here {ranks.number}: {ranks.reason}{sharded}")
-    yield Choice("run.dtype", "auto", "here bfloat16, on GPUs" if is_gpu else "here float32, on CPUs")
+    yield Setting("run.num_ranks", "auto", f"here {ranks.number}: {ranks.reason}{sharded}")
+    yield Setting("run.dtype", "auto", "here bfloat16, on GPUs" if is_gpu else "here float32, on CPUs")

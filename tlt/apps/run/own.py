@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tlt.apps.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, choose, choose_data
+from tlt.apps.plan.choices import Choices, DataFacts, MachineFacts, ModelFacts, RunFacts, choose, choose_data
 from tlt.base.config.load import load_config, read_overrides
 from tlt.base.config.schema import Config
 from tlt.base.io.data import DataSource, list_splits, names_rows, read_data
@@ -63,7 +63,7 @@ def choose_own(overrides: Sequence[str], writes_reward: bool = False) -> OwnRun:
         sections["rewards"] = {"functions": [REWARD]}
     problems = load_problems(load_config(sections, overrides), "train", folder)
     longest = max(len(problem.prompt_ids) for problem in problems)
-    choices = choose(Facts(model, data, _look_at_machine(given), longest, len(problems)), given)
+    choices = choose(RunFacts(model, data, _look_at_machine(given), longest, len(problems)), given)
     sections = _sections(choices) | {name: sections[name] for name in ("rewards",) if name in sections}
     config = load_config(sections, overrides)
     rows = data.rows

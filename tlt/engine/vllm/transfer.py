@@ -43,7 +43,7 @@ def choose_way(section: VllmSection, *, is_cuda: bool, has_own_worker: bool) -> 
     return "ipc" if section.transfer != "host" and obstacle is None else "host"
 
 
-class Call(Protocol):
+class WorkerCall(Protocol):
     def __call__(self, name: str, *arguments: Any) -> list[Any]: ...
 
 
@@ -58,7 +58,7 @@ class Carrier(Protocol):
 
 
 class Direct:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: WorkerCall) -> None:
         self.call = call
 
     def begin(self, is_drafter: bool) -> None:
@@ -94,7 +94,7 @@ class SharedGpu:
     """vLLM's one worker reads this process's GPU memory (CUDA IPC): copies, kept until the call returns, or
     until the update ends where vLLM has buffered some for an incomplete layer."""
 
-    def __init__(self, call: Call, device: torch.device) -> None:
+    def __init__(self, call: WorkerCall, device: torch.device) -> None:
         self.call, self.device = call, device
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
         self._kept: list[Mapping[str, Tensor]] = []
@@ -139,7 +139,7 @@ class SharedGpu:
             raise UserError(f"vllm.transfer: ipc does not work here ({said}); give host")
 
 
-def make_carrier(way: Way, call: Call, device: torch.device) -> Carrier:
+def make_carrier(way: Way, call: WorkerCall, device: torch.device) -> Carrier:
     if way == "ipc":
         return SharedGpu(call, device)
     return Direct(call) if way == "direct" else ThroughHost(call)

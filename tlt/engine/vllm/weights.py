@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt.base.types import UserError
-from tlt.engine.vllm.transfer import Call, Carrier
+from tlt.engine.vllm.transfer import Carrier, WorkerCall
 
 _HEAD_TOLERANCE = 0.05
 """Relative difference between the head's product and its new weights' product. bfloat16 rounds to 0.4 %;
@@ -21,7 +21,7 @@ weights of another policy are far apart."""
 
 
 class Weights:
-    def __init__(self, llm: Any, call: Call, carrier: Carrier) -> None:
+    def __init__(self, llm: Any, call: WorkerCall, carrier: Carrier) -> None:
         self._llm, self._call, self._carrier = llm, call, carrier
         self._is_asleep = False
 

@@ -12,7 +12,7 @@ import torch
 from tlt.base.types import UserError
 from tlt.base.value_types import shorten
 from tlt.models.decoder import Architecture, ModelConfig
-from tlt.models.rope import Linear, Llama3, Scaling, Yarn
+from tlt.models.rope import LinearScaling, Llama3, Scaling, Yarn
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
@@ -22,7 +22,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "SeedOssForCausalLM": "seed_oss",
 }
 
-ROPES = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+ROPES = {"linear": LinearScaling, "llama3": Llama3, "yarn": Yarn}
 """Stretched positions, by rope_type."""
 
 LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
@@ -205,7 +205,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, Scaling | None]:
     if rope_type == "default":
         return theta, None
     if rope_type == "linear":
-        return theta, Linear(rope.number("factor"))
+        return theta, LinearScaling(rope.number("factor"))
     if rope_type == "yarn":
         return theta, _yarn(rope, raw)
     if rope_type != "llama3":

@@ -67,7 +67,7 @@ _SIGNS = {
 """What a chat template holds that writes calls so; the first format that is found counts."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """arguments: None: it cannot be read, and `name` says why."""
 
     name: str
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 @dataclass(frozen=True)
 class Turn:
     message: Message
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TurnWriter:
         except Exception as error:  # broken JSON and the like
             why = " ".join(str(error).split())[:200]
             return Turn(
-                {"role": "assistant", "content": plain}, (Call(f"the call cannot be read: {why}", None),)
+                {"role": "assistant", "content": plain}, (ToolCall(f"the call cannot be read: {why}", None),)
             )
         calls = tuple(map(_read_call, parsed.get("tool_calls") or ())) or self._bare(plain)
         if not calls:
@@ -144,7 +144,7 @@ class TurnWriter:
         functions = [{"name": call.name, "arguments": dict(call.arguments or {})} for call in asked]
         return Turn(message | {"tool_calls": [{"type": "function", "function": f} for f in functions]}, calls)
 
-    def _bare(self, text: str) -> tuple[Call, ...]:
+    def _bare(self, text: str) -> tuple[ToolCall, ...]:
         """Small models write a turn of a call's JSON alone, without the template's tags."""
         found = _BARE.fullmatch(re.split(r"</think(?:ing)?>", text)[-1])
         try:
@@ -199,10 +199,10 @@ def _after_call(tokenizer: Tokenizer, rest: str) -> str:
     return rest[min(found) :] if found else rest
 
 
-def _read_call(call: Any) -> Call:
+def _read_call(call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-        return Call("the call cannot be read: it needs a name and arguments", None)
+        return ToolCall("the call cannot be read: it needs a name and arguments", None)
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
         try:
@@ -210,5 +210,5 @@ def _read_call(call: Any) -> Call:
         except ValueError:
             arguments = None
     if not isinstance(arguments, Mapping):
-        return Call(f"the call of {name} cannot be read: its arguments are no object", None)
-    return Call(name, dict(arguments))
+        return ToolCall(f"the call of {name} cannot be read: its arguments are no object", None)
+    return ToolCall(name, dict(arguments))

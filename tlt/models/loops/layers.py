@@ -39,7 +39,7 @@ class Norm(Protocol):
     weight: Tensor
 
 
-class Linear(Protocol):
+class LinearWeights(Protocol):
     panels: Panels | None
     bias: Tensor | None
 
@@ -52,15 +52,15 @@ class LayerWeights(Protocol):
     @property
     def input_norms(self) -> Mapping[str, Norm]: ...
     @property
-    def qkv_linear(self) -> Linear: ...
+    def qkv_linear(self) -> LinearWeights: ...
     @property
-    def output_linear(self) -> Linear: ...
+    def output_linear(self) -> LinearWeights: ...
     @property
     def mlp_norm(self) -> Norm: ...
     @property
-    def gate_up_linear(self) -> Linear: ...
+    def gate_up_linear(self) -> LinearWeights: ...
     @property
-    def down_linear(self) -> Linear: ...
+    def down_linear(self) -> LinearWeights: ...
 
 
 def fills_panels(config: Sizes) -> bool:
@@ -202,6 +202,6 @@ class CompiledLayers:
         return min(torch.get_num_threads(), wanted)
 
 
-def _panels(linear: Linear) -> Panels:
+def _panels(linear: LinearWeights) -> Panels:
     assert linear.panels is not None
     return linear.panels

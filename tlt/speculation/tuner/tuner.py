@@ -1,6 +1,6 @@
 """Makes the tuner, which chooses the strategy of every engine step.
 
-    Fixed        always the same strategy
+    FixedTuner   always the same strategy
     CostModel    predicts every arm's speed from measured costs and acceptance (cost_model.py)
     BegMab       the bandit of the TLT paper (beg_mab.py)
 
@@ -19,7 +19,7 @@ from tlt.speculation.tuner.cost_model import CostModel
 from tlt.speculation.tuner.protocol import BatchState, Choice, StrategyTuner
 
 
-class Fixed(StrategyTuner):
+class FixedTuner(StrategyTuner):
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
@@ -94,7 +94,7 @@ def make_tuner(
             )
         if strategy.drafter == "learned":
             check_depth(strategy, learned_depth)
-        return Fixed(strategy)
+        return FixedTuner(strategy)
     if name == "beg-mab":
         return BegMab(groups_of(default_arms(kinds, max_depth, trees, learned_depth)))
     assert name == "cost-model", name

@@ -237,14 +237,14 @@ class TableOf(NamedTuple):
 Message = TrackedRun | Point | TableOf | None
 
 
-class Answer(NamedTuple):
+class TrackerReply(NamedTuple):
     """text: where the figures can be seen, or why the message failed."""
 
     is_done: bool
     text: str = ""
 
 
-def work(pipe: Connection[Answer, Message], name: str) -> None:
+def work(pipe: Connection[TrackerReply, Message], name: str) -> None:
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:
@@ -252,9 +252,9 @@ def work(pipe: Connection[Answer, Message], name: str) -> None:
             try:
                 if tracker is None:
                     tracker = Accelerated(name) if name in NAMES else get_object(name, name)()
-                pipe.send(Answer(True, _obey(tracker, message)))
+                pipe.send(TrackerReply(True, _obey(tracker, message)))
             except (Exception, SystemExit) as error:
-                pipe.send(Answer(False, describe(error)))
+                pipe.send(TrackerReply(False, describe(error)))
 
 
 def _obey(tracker: Tracker, message: Message) -> str:

@@ -26,7 +26,7 @@ from tlt.base.io.files import read_file, write_json
 from tlt.base.io.plugins import describe
 from tlt.base.io.processes import Helper, how_it_ended
 from tlt.base.types import UserError
-from tlt.training.report.trackers import Answer, Message, Point, TableOf, TrackedRun
+from tlt.training.report.trackers import Message, Point, TableOf, TrackedRun, TrackerReply
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
@@ -168,20 +168,20 @@ class _Feed(threading.Thread):
             missed = f"{self._num_missed} steps are missing there; metrics.jsonl has them"
             self._say(f"tracking: {self._tracker}: {missed}")
 
-    def _begin(self, pipe: Connection[Message, Answer]) -> None:
+    def _begin(self, pipe: Connection[Message, TrackerReply]) -> None:
         answer = self._ask(pipe, self._run)
         if not answer.is_done:
             raise _Lost(f"could not begin: {answer.text}")
         self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
 
-    def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
+    def _deliver(self, pipe: Connection[Message, TrackerReply], point: Message) -> None:
         if (answer := self._ask(pipe, point)).is_done:
             return
         if not self._num_missed:
             self._say(f"tracking: {self._tracker}: a step is missing there: {answer.text}; the run goes on")
         self._num_missed += 1
 
-    def _ask(self, pipe: Connection[Message, Answer], message: Message) -> Answer:
+    def _ask(self, pipe: Connection[Message, TrackerReply], message: Message) -> TrackerReply:
         if self._given_up:
             raise _Lost
         pipe.send(message)

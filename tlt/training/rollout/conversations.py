@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tlt.base.types import Finished, FinishReason, Problem, Request, ResponseId, Rollout, Turns, id_of
 from tlt.engine.backend import RolloutBackend
 from tlt.models.hf.template import Message
-from tlt.models.hf.turns import Call, Turn
+from tlt.models.hf.turns import ToolCall, Turn
 from tlt.tasks.environments.environment import Answer, Ask, say_error
 from tlt.tasks.environments.pool import Reply
 from tlt.training.rollout.protocol import BetweenTurns, Journal
@@ -58,7 +58,7 @@ class Talk:
     finished: Finished
     turns: Turns
     spoken: dict[str, Any]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     said: list[dict[str, Any]] = field(default_factory=list)
     is_ending: bool = False
 

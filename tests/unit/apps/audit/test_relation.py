@@ -20,7 +20,7 @@ from tests.unit.apps.audit.conftest import Answer
 from tests.unit.apps.audit.test_command import run
 from tests.unit.apps.audit.test_server import referee_of, sampler
 from tests.unit.apps.cli.parts import fail
-from tlt.apps.audit.relation import Place, compare, half_prefilled, in_batches
+from tlt.apps.audit.relation import TokenPlace, compare, half_prefilled, in_batches
 from tlt.apps.cli import main as cli
 from tlt.apps.cli.judge import summarize
 from tlt.base.types import Request, Rollout, SamplingParams
@@ -72,7 +72,7 @@ def test_one_bit_that_depends_on_company_is_found_with_its_place() -> None:
     assert relation.verdict == "not invariant"
     assert (relation.num_differing, relation.num_equal) == (2, 7)  # the last batch is of one
     assert 0 < relation.largest < 1e-15
-    assert relation.first == Place(0, "p0", 2)
+    assert relation.first == TokenPlace(0, "p0", 2)
     assert relation.sentence.startswith("NOT invariant: 2 of 49 log-probabilities differ, by up to ")
     assert relation.sentence.endswith("first in response 0 (p0), token 2")
 
@@ -83,7 +83,7 @@ def test_tokens_that_part_end_the_comparison_and_are_found() -> None:
         alone[3], token_ids=(*alone[3].token_ids[:2], 60, 61), logprobs=(*alone[3].logprobs[:2], 0.0, 0.0)
     )
     relation = compare("4x1x4, batch of 1", alone, [*alone[:3], other, *alone[4:]], len(REQUESTS))
-    assert (relation.num_differing, relation.num_equal, relation.first) == (0, 6, Place(3, "p3", 2))
+    assert (relation.num_differing, relation.num_equal, relation.first) == (0, 6, TokenPlace(3, "p3", 2))
     assert "6 of 7 responses have the same tokens" in relation.sentence
     assert "compare at --temperature 0" in relation.sentence
 
@@ -99,7 +99,7 @@ def test_a_continued_response_is_compared_from_its_second_half_on() -> None:
     continued = half_prefilled(forgets, REQUESTS, alone)
     relation = compare("prefilled", alone, continued, len(REQUESTS))
     assert relation.num_differing == len(REQUESTS)
-    assert relation.first == Place(0, "p0", len(alone[0].token_ids) - 1)
+    assert relation.first == TokenPlace(0, "p0", len(alone[0].token_ids) - 1)
 
 
 def test_a_missing_response_leaves_the_relation_undecided() -> None:

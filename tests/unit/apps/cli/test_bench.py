@@ -13,14 +13,17 @@ from tlt.apps.bench.speculation import ADAPTIVE, OFF, measure
 from tlt.apps.cli.bench import summarize
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 RECIPE = Path(__file__).parents[4] / "recipes/countdown"
 
 
 def test_both_engines_answer_each_round_and_the_first_does_not_count() -> None:
     policy = make_policy()
-    engines = {OFF: make_engine(policy), ADAPTIVE: make_engine(policy, Fixed(Strategy("learned", 2, 1, 2)))}
+    engines = {
+        OFF: make_engine(policy),
+        ADAPTIVE: make_engine(policy, FixedTuner(Strategy("learned", 2, 1, 2))),
+    }
     asked: list[int] = []
 
     def requests(index: int) -> list[Request]:

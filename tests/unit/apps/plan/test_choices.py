@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tlt.apps.plan.choices import Choices, DataFacts, Facts, MachineFacts, ModelFacts, _plan, choose
+from tlt.apps.plan.choices import Choices, DataFacts, MachineFacts, ModelFacts, RunFacts, _plan, choose
 from tlt.apps.plan.memory import plan_memory
 from tlt.base.config.load import load_config
 from tlt.base.types import UserError
@@ -47,7 +47,7 @@ def chosen(
     **data: Any,
 ) -> Choices:
     rows = [row or {"question": "1 + 1?", "answer": "2"}]
-    facts = Facts(of or model("small"), DataFacts(rows, num_rows, **data), machine, longest_prompt)
+    facts = RunFacts(of or model("small"), DataFacts(rows, num_rows, **data), machine, longest_prompt)
     return choose(facts, given or {})
 
 
@@ -181,7 +181,7 @@ QWENS = {
 def told(size: str, machine: MachineFacts) -> str:
     """Returns a row of the table: what is chosen for a Qwen2.5, and what the plan of memory says of it."""
     shape = replace(QWENS[size], max_positions=32_768)
-    facts = Facts(
+    facts = RunFacts(
         ModelFacts(shape, True, "bfloat16"),
         DataFacts([{"question": "1?", "answer": "2"}], 1000),
         machine,

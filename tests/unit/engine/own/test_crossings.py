@@ -24,7 +24,7 @@ from tlt.drafter.shape import Method, drafter_shape
 from tlt.engine.own.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 
@@ -32,7 +32,9 @@ POLICY = make_policy()
 def make_engine(strategy: Strategy, batch_size: int, method: Method = "eagle") -> RolloutEngine:
     """Returns an engine on the pretended GPU whose batch stays full."""
     engine = RolloutEngine(
-        PackedTransformer(CONFIG, torch.float32, DEVICE), max_batch_size=batch_size, tuner=Fixed(strategy)
+        PackedTransformer(CONFIG, torch.float32, DEVICE),
+        max_batch_size=batch_size,
+        tuner=FixedTuner(strategy),
     )
     engine.load_policy(dict(POLICY.float().named_parameters()))
     model = new_model(drafter_shape(CONFIG, method)).initialize(2)

@@ -18,7 +18,7 @@ from tlt.base.types import Request, SamplingParams, UserError
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.tuner import Fixed, make_tuner
+from tlt.speculation.tuner.tuner import FixedTuner, make_tuner
 
 POLICY = make_policy()
 
@@ -86,7 +86,7 @@ def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
     limits = [140, 2, 2, 2, 2, 2]
     requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=VOCAB) for i, limit in enumerate(limits)]
     alone = tokens_of(make_engine(POLICY), requests[:1])
-    engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
+    engine = make_engine(POLICY, FixedTuner(Strategy("learned", 3, 1, 3)))
     assert alone.items() <= tokens_of(engine, requests).items()
     assert [engine.cache.groups[0].shape[i] for i in (1, 3)] == [1, 256]
     engine.add(replace(r, problem_id="b") for r in requests[1:])
@@ -121,7 +121,7 @@ def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
     assert engine.drafter.kinds == ()
     assert engine.stats.accept_length is None
     with refused("speculation is off"):
-        engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)
+        engine.load_drafter(make_engine(POLICY, FixedTuner(Strategy("learned", 2, 1, 2))).drafter)
 
 
 def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:
@@ -149,7 +149,7 @@ def test_a_response_that_was_over_when_it_came_ends_there(strategy: Strategy) ->
     ):
         begun = (*[1] * (num - 1), last)
         over = replace(request("over", 0, (1, 2, 3)), token_ids=begun, logprobs=(-1.0,) * num)
-        engine = make_engine(POLICY, Fixed(strategy))
+        engine = make_engine(POLICY, FixedTuner(strategy))
         found = {
             r.problem_id: r for r in engine.generate([over, request("other", 0, (1, 2, 3), max_tokens=20)])
         }
@@ -181,7 +181,7 @@ def test_a_response_to_go_on_from_needs_a_logprob_for_each_token() -> None:
 def test_a_policy_whose_logits_are_not_finite_is_refused_by_version_problem_and_position(
     strategy: Strategy, temperature: float
 ) -> None:
-    engine = make_engine(POLICY, Fixed(strategy), drafter="ngram")
+    engine = make_engine(POLICY, FixedTuner(strategy), drafter="ngram")
     tensors = {name: tensor.detach().clone() for name, tensor in POLICY.named_parameters()}
     tensors["model.norm.weight"][0] = float("nan")
     engine.load_policy(tensors, version=17)

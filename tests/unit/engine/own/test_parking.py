@@ -20,7 +20,7 @@ from tlt.drafter.drafting.learned.drafter import LearnedDrafter
 from tlt.drafter.drafting.retrieval.ngram import NgramDrafter
 from tlt.engine.own.engine import RolloutEngine
 from tlt.speculation.tuner.protocol import StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 SAID = (11, 12, 13)
@@ -103,7 +103,7 @@ def build(arm: str, parks: bool, max_batch_size: int = 5, drafter: str = "learne
         names = ("off", "learned:3x1x3", "ngram:2x1x2", "hybrid:2x2x3", "learned:2x2x3")
         tuner = Switching([Strategy.parse(name) for name in names], seed=4)
     else:
-        tuner = None if arm == "off" else Fixed(Strategy.parse(arm))
+        tuner = None if arm == "off" else FixedTuner(Strategy.parse(arm))
     engine = make_engine(POLICY, tuner, drafter, max_batch_size=max_batch_size)
     engine.parks = parks
     return engine

@@ -40,7 +40,7 @@ from tlt.engine.sequence import Sequence
 from tlt.speculation.law.params import Law
 from tlt.speculation.law.verify import verify
 from tlt.speculation.tuner.protocol import StepOutcome
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=3, num_samples=3, seed=5)
@@ -51,7 +51,7 @@ Counted = tuple[int, int, int, int | None]
 
 def engine_for(arm: str) -> RolloutEngine:
     """An engine of one strategy. References: of every second response, with an error in its middle."""
-    engine = make_engine(POLICY, Fixed(Strategy.parse(arm)), max_batch_size=4)
+    engine = make_engine(POLICY, FixedTuner(Strategy.parse(arm)), max_batch_size=4)
     if arm.startswith("ahead"):
         references = References(None)
         for request in REQUESTS[::2]:
@@ -146,7 +146,9 @@ def test_drafts_are_recorded_as_they_were_verified_and_counted(
 def test_acceptance_by_depth_and_the_tuners_rows_count_drafted_tokens_and_no_padding(
     arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_for(arm) if arm[0] != "a" else make_engine(POLICY, Fixed(Strategy.parse(arm)), "random")
+    engine = (
+        engine_for(arm) if arm[0] != "a" else make_engine(POLICY, FixedTuner(Strategy.parse(arm)), "random")
+    )
     survivors, drafted, outcomes, deepest = Counter[int](), list[int](), list[StepOutcome](), 0
 
     def counting(tree: DraftTree, logits_BNV: Tensor, law: Law) -> list[Verdict]:

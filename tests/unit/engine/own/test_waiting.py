@@ -10,7 +10,7 @@ import pytest
 from tests.lossless.helpers import make_engine, make_policy
 from tlt.base.strategy import Strategy
 from tlt.base.types import Request, SamplingParams
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 POLICY = make_policy()
 
@@ -24,7 +24,7 @@ def test_a_step_costs_the_host_the_same_however_many_requests_wait(arm: str) -> 
     """Counted in calls of Python: nothing may look at every waiting request."""
 
     def calls_of_a_step(num_waiting: int) -> int:
-        engine = make_engine(POLICY, Fixed(Strategy.parse(arm)), max_batch_size=2)
+        engine = make_engine(POLICY, FixedTuner(Strategy.parse(arm)), max_batch_size=2)
         engine.add(asked(index, 50 + index % 20) for index in range(2 + num_waiting))
         engine.step()
         engine.step()

@@ -31,7 +31,7 @@ from tlt.engine.vllm.inside.verified import Verified
 from tlt.speculation.law.params import BatchParams
 from tlt.speculation.law.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculation.tuner.protocol import BatchState, Choice, StepOutcome, StrategyTuner
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 
 WINDOW = 80
 SLOTS = 6
@@ -207,7 +207,9 @@ def expected() -> dict[tuple[str, int], tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("finds", [1, 3])
-@pytest.mark.parametrize("tuner", [None, Fixed(CHAINS[3]), Told(CHAINS)], ids=["off", "fixed", "switching"])
+@pytest.mark.parametrize(
+    "tuner", [None, FixedTuner(CHAINS[3]), Told(CHAINS)], ids=["off", "fixed", "switching"]
+)
 def test_responses_are_the_law_s_however_they_are_drafted(tuner: Any, finds: int) -> None:
     engine = engine_over(PretendLink(finds=finds), tuner)
     assert texts(list(engine.generate(REQUESTS))) == expected()
@@ -280,7 +282,7 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
     assert engine.stats.num_tokens == sum(stats.num_tokens for stats in engine.stats.by_strategy.values())
 
 
-@pytest.mark.parametrize("tuner", [None, Fixed(CHAINS[2])], ids=["off", "fixed"])
+@pytest.mark.parametrize("tuner", [None, FixedTuner(CHAINS[2])], ids=["off", "fixed"])
 def test_responses_go_on_in_another_engine(tuner: Any) -> None:
     first, second = engine_over(PretendLink(), tuner), engine_over(PretendLink(), Told(CHAINS))
     first.add(REQUESTS)
@@ -300,7 +302,7 @@ def test_responses_go_on_in_another_engine(tuner: Any) -> None:
 
 
 def test_a_response_records_its_drafts() -> None:
-    engine = engine_over(PretendLink(), Fixed(CHAINS[3]))
+    engine = engine_over(PretendLink(), FixedTuner(CHAINS[3]))
     rollouts = list(engine.generate(REQUESTS[:6]))
     assert_account_for_all(rollouts, [engine])
     assert {one.drafter for rollout in rollouts for one in rollout.drafts or ()} == {"ngram"}
@@ -308,7 +310,7 @@ def test_a_response_records_its_drafts() -> None:
 
 def test_nothing_is_left_after_an_abort_and_asking_again_gives_the_same() -> None:
     link = PretendLink()
-    engine = engine_over(link, Fixed(CHAINS[2]))
+    engine = engine_over(link, FixedTuner(CHAINS[2]))
     engine.add(REQUESTS)
     for _ in range(3):
         engine.step()
@@ -334,7 +336,7 @@ def test_room_and_waiting_follow_the_queue() -> None:
 def test_a_response_ends_at_a_stop_text_and_vllm_is_told() -> None:
     link = PretendLink()
     engine = engine_over(
-        link, Fixed(CHAINS[3]), decode=lambda ids: "".join(chr(97 + token % 26) for token in ids)
+        link, FixedTuner(CHAINS[3]), decode=lambda ids: "".join(chr(97 + token % 26) for token in ids)
     )
     plain = dataclasses.replace(REQUESTS[0], params=SamplingParams(seed=1, max_tokens=50))
     (whole,) = engine.generate([plain])
@@ -383,7 +385,7 @@ def test_what_was_captured_comes_with_the_response_where_it_is_asked_for() -> No
 
 def test_a_new_policy_is_used_from_its_first_token_on() -> None:
     link = PretendLink()
-    engine = engine_over(link, Fixed(CHAINS[3]))
+    engine = engine_over(link, FixedTuner(CHAINS[3]))
     list(engine.generate(REQUESTS[:5]))
     other_VV = LOGITS_VV.flip(0)
     engine.load_policy({"logits": other_VV}, 7)
@@ -405,7 +407,7 @@ def test_preemptions_are_counted_once() -> None:
 
 
 def test_the_self_check_leaves_nothing_behind_and_lets_the_law_pass() -> None:
-    link, tuner = PretendLink(), Fixed(CHAINS[3])
+    link, tuner = PretendLink(), FixedTuner(CHAINS[3])
     engine = engine_over(link, tuner)
     check_law(engine, VOCAB)
     assert (engine.tuner, engine.is_idle, engine.stats.num_steps, link.depth) == (tuner, True, 0, 0)
@@ -450,7 +452,7 @@ def test_the_self_check_refuses_an_engine_that_drifted(fault: Callable[[PretendL
     link = PretendLink()
     fault(link)
     with refused("engine: vllm does not sample by the law here"):
-        check_law(engine_over(link, Fixed(CHAINS[3])), VOCAB)
+        check_law(engine_over(link, FixedTuner(CHAINS[3])), VOCAB)
 
 
 @pytest.mark.parametrize("window", [2, 3, 5, 17])

@@ -23,7 +23,7 @@ from tlt.speculation.tuner.acceptance import AcceptanceModel
 from tlt.speculation.tuner.cost_model import CostModel, Decision
 from tlt.speculation.tuner.protocol import BatchState, ReferenceDraft, StepOutcome, StrategyTuner
 from tlt.speculation.tuner.step_costs import StepCosts
-from tlt.speculation.tuner.tuner import Fixed, default_arms, make_tuner
+from tlt.speculation.tuner.tuner import FixedTuner, default_arms, make_tuner
 
 ALL = ("learned", "ngram", "hybrid")
 ARMS = default_arms(ALL)
@@ -499,14 +499,14 @@ def test_a_drafter_is_not_asked_for_more_than_its_block_holds() -> None:
     assert any(arm.width > 1 for arm in learned)
     with pytest.raises(UserError, match="drafts 8 tokens, and the drafter's block has 7"):
         make_tuner(parse_speculation("8x1x8"), ALL, learned_depth=7)
-    assert isinstance(make_tuner(parse_speculation("hybrid:8x1x8"), ALL, learned_depth=7), Fixed)
+    assert isinstance(make_tuner(parse_speculation("hybrid:8x1x8"), ALL, learned_depth=7), FixedTuner)
 
 
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
     assert make_tuner(parse_speculation("off"), ALL) is None
     assert isinstance(make_tuner(Adaptive(), ALL), CostModel)
     fixed = make_tuner(parse_speculation("hybrid:4x1x4"), ALL)
-    assert isinstance(fixed, Fixed)
+    assert isinstance(fixed, FixedTuner)
     assert fixed.strategy == Strategy("hybrid", 4, 1, 4)
     assert make_tuner(parse_speculation("4x1x4"), ("ngram",)).strategy.drafter == "ngram"
     with pytest.raises(UserError, match="needs a drafter of kind learned"):

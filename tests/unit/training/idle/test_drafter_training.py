@@ -21,7 +21,7 @@ from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.forms import new_model
 from tlt.drafter.shape import drafter_shape
 from tlt.models.hf.weights import content_hash
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.training.idle.drafter_training import RankState
 
 STALE = pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
     requests = [Request("p", i, (3, 5, 8), SamplingParams(max_tokens=30)) for i in range(3)]
     texts = []
     for is_broken in (False, True):
-        engine = make_engine(POLICY, Fixed(Strategy.parse(speculation)))
+        engine = make_engine(POLICY, FixedTuner(Strategy.parse(speculation)))
         assert isinstance(engine.drafter, HybridDrafter)
         if is_broken:
             tensors = new_model(drafter_shape(CONFIG)).state_dict()

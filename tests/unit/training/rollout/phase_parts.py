@@ -26,7 +26,7 @@ from tlt.drafter.shape import drafter_shape
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.training.idle.drafter_training import LearnedDrafterTraining, Ranks, RankState
 from tlt.training.idle.work import IdleWork
 from tlt.training.ranks.world import World
@@ -202,7 +202,9 @@ def make_model(seed: int) -> DraftModel:
 
 
 def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:
-    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=Fixed(strategy))
+    engine = RolloutEngine(
+        PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=FixedTuner(strategy)
+    )
     engine.load_policy(dict(POLICY.named_parameters()))
     model = make_model(seed)
     packed = new_packed(model.config, torch.float64)

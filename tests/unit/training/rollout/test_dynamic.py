@@ -15,7 +15,7 @@ from tlt.base.strategy import Strategy
 from tlt.base.types import Problem, Reward, Rollout, SamplingParams
 from tlt.engine.own.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.training.build.problems import problems_of_step, spare_problems
 from tlt.training.idle.protocol import NO_TRAINING, DrafterTraining
 from tlt.training.idle.work import IdleWork
@@ -153,7 +153,7 @@ def test_with_speculation_on_and_off_the_same_problems_are_drawn_again_and_answe
     assert all(group.has_signal for group in plain.kept)
     assert any(group.request.first_sample for group in plain.groups), "some problem came twice"
     for strategy in (Strategy("learned", 3, 2, 6), Strategy("learned", 4, 1, 4)):
-        speculated = sample(make_engine(POLICY, Fixed(strategy), max_batch_size=3))
+        speculated = sample(make_engine(POLICY, FixedTuner(strategy), max_batch_size=3))
         assert speculated.stats.accept_length is not None
         assert responses(speculated.groups) == responses(plain.groups)
         assert responses(speculated.kept) == responses(plain.kept)

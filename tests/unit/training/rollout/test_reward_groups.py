@@ -17,7 +17,7 @@ from tests.lossless import helpers
 from tests.unit.training.rollout.phase_parts import PATIENCE, POLICY, make_queues, running, wait_for
 from tlt.base.strategy import Strategy
 from tlt.base.types import Finished, Problem, Purpose, Request, Reward, Rollout, SamplingParams, id_of
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.tasks.rewards.pool import RewardPool
 from tlt.tasks.rewards.scoring import RewardSpec
 from tlt.training.idle.protocol import DrafterTraining
@@ -85,7 +85,7 @@ def run_phase(
 
     kill_after: finished responses after which this process "dies".
     """
-    engine = helpers.make_engine(POLICY, Fixed(Strategy.OFF), max_batch_size=4)
+    engine = helpers.make_engine(POLICY, FixedTuner(Strategy.OFF), max_batch_size=4)
     step, finished = engine.step, list[Finished]()
 
     def dying_step(captures: bool = False) -> list[Finished]:
@@ -165,7 +165,7 @@ def test_a_group_whose_responses_end_on_two_ranks_is_scored_once_and_whole(
     queues[1].take = lambda most: (wait_for(taken), take_late(most))[1]  # type: ignore[method-assign]
 
     def run(rank: int) -> PhaseResult:
-        engine = helpers.make_engine(POLICY, Fixed(Strategy.OFF), max_batch_size=8)
+        engine = helpers.make_engine(POLICY, FixedTuner(Strategy.OFF), max_batch_size=8)
         step = engine.step
 
         def step_when_help_is_offered(captures: bool = False) -> list[Finished]:

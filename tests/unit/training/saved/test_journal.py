@@ -16,7 +16,7 @@ from tests.unit.training.rollout.phase_parts import Scorers
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftOutcome, Problem, Request, Reward, Rollout, SamplingParams, Turns
 from tlt.engine.own.engine import RolloutEngine
-from tlt.speculation.tuner.tuner import Fixed
+from tlt.speculation.tuner.tuner import FixedTuner
 from tlt.training.ranks.world import World
 from tlt.training.report.timeline import Timeline
 from tlt.training.rollout.dynamic import DynamicSampling
@@ -353,7 +353,7 @@ class Killed(Exception):
 def run_phase(folder: Path, kill_after: int | None = None) -> tuple[PhaseResult, RolloutEngine, Scorers]:
     """Runs a phase of two rounds with its journal; kill_after: engine steps after which this process
     'dies'."""
-    engine = make_engine(POLICY, Fixed(Strategy.parse("learned:2x1x2")), max_batch_size=3)
+    engine = make_engine(POLICY, FixedTuner(Strategy.parse("learned:2x1x2")), max_batch_size=3)
     step, num_steps = engine.step, iter(range(10**6))
 
     def dying_step(captures: bool = False) -> list[object]:
