@@ -124,7 +124,7 @@ class Given:
     l."""
 
     noise_BDV: Tensor
-    levels: None = None
+    law: None = None
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
         noise_BV = self.noise_BDV[:, level]

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tlt.base.strategy import Strategy
 from tlt.base.types import DraftTree, Request, Rollout, Verdict
-from tlt.speculation.law.draw import LevelNoise
-from tlt.speculation.law.params import BatchParams
+from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.tuner.protocol import ReferenceDraft
 
 
@@ -42,11 +41,11 @@ class DraftNoise(Protocol):
     """The law's noise, with which the target will draw. Level l drafts position l + 1 after the root. Greedy
     sequences have noise 0.
 
-    levels: as tensors, for a recorded draft; None: it cannot be recorded.
+    law: of level 0, for a recorded or compiled draft; None: neither can be made.
     """
 
     @property
-    def levels(self) -> LevelNoise | None: ...
+    def law(self) -> Law | None: ...
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
         """float32[B, V], of all tokens or `token_ids_V`."""

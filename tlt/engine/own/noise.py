@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt.base.types import Request
 from tlt.base.uploads import upload
-from tlt.speculation.law.draw import LevelNoise, noise_of_tokens
+from tlt.speculation.law.draw import noise_of_level, noise_of_tokens
 from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.sampling import keys_tensor
 from tlt.speculation.law.tree import TreeLayout
@@ -47,23 +47,23 @@ class BatchLaw:
 class StepNoise:
     """The `DraftNoise` of a step."""
 
-    law: BatchLaw
+    batch: BatchLaw
     starts: Sequence[int]
     """Position that level 0 drafts for, by row."""
     vocab_size: int
 
     def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
-        return self.levels.of_level(level, token_ids_V)
+        return noise_of_level(self.law, self.vocab_size, level, token_ids_V)
 
     @cached_property
-    def levels(self) -> LevelNoise:
-        starts_B = upload(self.starts, self.law.keys_B4.device)
-        return LevelNoise(Law(self.law.keys_B4, starts_B, self.law.params), self.vocab_size)
+    def law(self) -> Law:
+        keys_B4 = self.batch.keys_B4
+        return Law(keys_B4, upload(self.starts, keys_B4.device), self.batch.params)
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
-        keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
+        keys_K4 = keys_tensor([self.batch.keys[row] for row, _, _ in places])
         positions_K = torch.tensor([self.starts[row] + level for row, level, _ in places])
         noise_K = noise_of_tokens(keys_K4, positions_K, torch.tensor([token for _, _, token in places]))
-        is_greedy = [request.params.temperature == 0 for request in self.law.requests]
+        is_greedy = [request.params.temperature == 0 for request in self.batch.requests]
         noise = zip(places, noise_K.tolist(), strict=True)
         return [0.0 if is_greedy[row] else value for (row, _, _), value in noise]

@@ -6,7 +6,6 @@ on a GPU    the kernel (fused.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -68,21 +67,11 @@ def noise_to_rank_with(
     return noise_RV if token_ids_V is None else noise_RV[:, token_ids_V]
 
 
-@dataclass(frozen=True)
-class LevelNoise:
-    """The law's noise at the levels of drafts; 0 for greedy sequences.
-
-    law: of level 0; level l drafts the l-th position after.
-    """
-
-    law: Law
-    vocab_size: int
-
-    def of_level(self, level: int, token_ids_V: Tensor | None = None) -> Tensor:
-        """As `noise_to_rank_with`."""
-        keys_B4, starts_B, params = self.law
-        noise_BV = noise_to_rank_with(keys_B4, starts_B + level, self.vocab_size, token_ids_V)
-        return noise_BV if params.noise_scale_B11 is None else noise_BV * params.noise_scale_B11[:, 0].float()
+def noise_of_level(law: Law, vocab_size: int, level: int, token_ids_V: Tensor | None = None) -> Tensor:
+    """As `noise_to_rank_with`, `level` positions after the law's; 0 for greedy sequences."""
+    keys_B4, starts_B, params = law
+    noise_BV = noise_to_rank_with(keys_B4, starts_B + level, vocab_size, token_ids_V)
+    return noise_BV if params.noise_scale_B11 is None else noise_BV * params.noise_scale_B11[:, 0].float()
 
 
 def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tlt.drafter.protocol import DraftContext
 from tlt.models.graphs import Graphs, Outputs
 from tlt.models.kv_cache import Cache
 from tlt.models.target import Target
-from tlt.speculation.law.draw import LevelNoise
+from tlt.speculation.law.params import Law
 
 
 class Levels(ABC):
@@ -83,7 +83,7 @@ class DraftCache(ABC):
         """roots_B1: the last committed tokens."""
 
     def draft_chain(
-        self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
+        self, context: DraftContext, law: Law, tau: float, depth: int
     ) -> tuple[Tensor, Tensor] | None:
         """As `CompiledChain.draft`; None: a chain is drafted level by level."""
         return None

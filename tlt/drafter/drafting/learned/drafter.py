@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from tlt.drafter.shape import training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.graphs import padded_length
 from tlt.models.target import Target
-from tlt.speculation.law.draw import LevelNoise
+from tlt.speculation.law.draw import noise_of_level
 from tlt.speculation.law.params import BatchParams, Law
 from tlt.speculation.law.tree import chain
 
@@ -208,9 +209,9 @@ class LearnedDrafter(Drafter[LearnedProposal]):
     def _chain_in_one_call(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, is_judged: bool
     ) -> LearnedProposal | None:
-        if strategy.width > 1 or noise.levels is None:
+        if strategy.width > 1 or noise.law is None:
             return None
-        drafted = self.draft_cache.draft_chain(context, noise.levels, self.tau, self._depth(strategy))
+        drafted = self.draft_cache.draft_chain(context, noise.law, self.tau, self._depth(strategy))
         if drafted is None:
             return None
         tokens_BN, logits_BV = drafted
@@ -225,7 +226,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         depth = self._depth(start.strategy)
         if (drafted := self._replay_chain(start, depth)) is None:
             drafted = self._chain_by_level(
-                start.levels, start.roots_B1, start.noise, start.params, depth, start.is_judged
+                start.levels, start.roots_B1, start.noise.of_level, start.params, depth, start.is_judged
             )
         tokens_BN, *guesses = drafted
         return LearnedProposal(chain(tokens_BN), sent_to_host(guesses[0]) if guesses else None)
@@ -234,7 +235,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         self,
         levels: Levels,
         roots_B1: Tensor,
-        noise: LevelNoise | DraftNoise,
+        noise_of: Callable[[int, Tensor | None], Tensor],
         params: BatchParams,
         depth: int,
         is_judged: bool,
@@ -244,7 +245,7 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         for level in range(depth):
             logits_B1V = levels.next(tokens[-1], None) if level else levels.first()
             scaled_B1V = params.scale(logits_B1V)
-            noise_BV = noise.of_level(level, self.model.token_ids)
+            noise_BV = noise_of(level, self.model.token_ids)
             if is_judged and level == 0:
                 guesses = [self.tau_search.guess(scaled_B1V[:, 0], noise_BV, self.model.token_ids)]
             token_B1 = self._rank(scaled_B1V, noise_BV).argmax(dim=-1)
@@ -252,18 +253,18 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         return torch.cat(tokens, dim=1), *guesses
 
     def _replay_chain(self, start: _Start, depth: int) -> tuple[Tensor, ...] | None:
-        levels, noise, pairs = start.levels, start.noise.levels, self.draft_cache
-        if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or noise is None:
+        levels, law, pairs = start.levels, start.noise.law, self.draft_cache
+        if not pairs.graphs.is_on or not isinstance(levels, PairLevels) or law is None:
             return None
         read = levels.read
         length = min(padded_length(max(read.num_pairs) + depth), pairs.cache.capacity)
         possible = {
             "hidden_BE": read.hidden_BE, "ends_B": read.ends_B, "offsets_B1": read.offsets_B1,
-            "roots_B1": start.roots_B1, "keys_B4": noise.law.keys_R4, "starts_B": noise.law.positions_R,
+            "roots_B1": start.roots_B1, "keys_B4": law.keys_R4, "starts_B": law.positions_R,
             "scale_B11": start.params.noise_scale_B11,
             "inverse_temperature_B11": start.params.inverse_temperature_B11,
         }  # fmt: skip
-        is_judged, vocab_size = start.is_judged, noise.vocab_size
+        is_judged, vocab_size = start.is_judged, self.target.config.vocab_size
 
         def draft(
             hidden_BE: Tensor,
@@ -277,8 +278,8 @@ class LearnedDrafter(Drafter[LearnedProposal]):
         ) -> tuple[Tensor, ...]:
             own = PairLevels(levels.pairs, CaughtUp([], ends_B, offsets_B1, hidden_BE), length)
             params = BatchParams(inverse_temperature_B11, scale_B11)
-            noise = LevelNoise(Law(keys_B4, starts_B, params), vocab_size)
-            return self._chain_by_level(own, roots_B1, noise, params, depth, is_judged)
+            noise_of = partial(noise_of_level, Law(keys_B4, starts_B, params), vocab_size)
+            return self._chain_by_level(own, roots_B1, noise_of, params, depth, is_judged)
 
         inputs = {name: tensor for name, tensor in possible.items() if tensor is not None}
         return pairs.record(("draft", depth, length, is_judged, self.tau), draft, inputs)

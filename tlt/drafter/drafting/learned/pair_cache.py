@@ -29,7 +29,7 @@ from tlt.models.attention import cached, storing_prefill
 from tlt.models.graphs import MOST_TOKENS, padded_length
 from tlt.models.kv_cache import PREFILL_TOKENS, prefill_groups
 from tlt.models.target import Target
-from tlt.speculation.law.draw import LevelNoise
+from tlt.speculation.law.params import Law
 from tlt.speculation.law.tree import chain_mask, tree_mask
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class PairCache(DraftCache):
         return PairLevels(self, self.catch_up(context, room))
 
     def draft_chain(
-        self, context: DraftContext, noise: LevelNoise, tau: float, depth: int
+        self, context: DraftContext, law: Law, tau: float, depth: int
     ) -> tuple[Tensor, Tensor] | None:
         if self.chain is None or not self.chain.can_draft():
             return None
@@ -86,7 +86,7 @@ class PairCache(DraftCache):
         begins = [first + start + TOKEN_AHEAD for first, start in zip(firsts, starts, strict=True)]
         tokens = [tokens[begin:] for tokens, begin in zip(context.tokens, begins, strict=True)]
         missing = Missing(tokens, starts, firsts, self.cache.layers, self.history)
-        drafted = self.chain.draft(missing, noise.law, tau, depth)
+        drafted = self.chain.draft(missing, law, tau, depth)
         self.counts[: len(starts)] = num_pairs
         return drafted
 
