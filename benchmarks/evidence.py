@@ -83,8 +83,8 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-NOT_MEASURED = "tlt/engine/vllm/"
-"""vLLM as TLT's engine: no figure is of it. Beside vLLM stands vLLM as it comes."""
+NOT_MEASURED = ("tlt/engine/vllm/", "tlt/training/live.py")
+"""No figure is of vLLM as TLT's engine (beside vLLM stands vLLM as it comes), or of rollouts in another trainer's loop."""
 
 
 def has_changed(commit: str, paths: Sequence[str]) -> bool:

@@ -79,8 +79,9 @@ class LiveSettings:
     idle_share: float = 0.05
 
     def __post_init__(self) -> None:
-        named = self.drafter if isinstance(self.drafter, str | Path) else ""
-        if self.drafter is not None and not (Path(named).is_dir() or Repository.parse(named)):
+        name = self.drafter
+        is_named = isinstance(name, str | Path) and (Path(name).is_dir() or Repository.parse(name))
+        if name is not None and not is_named:
             hub = "give a drafter's folder, or its name on the Hugging Face hub"
             raise UserError(f"drafter: {self.drafter} does not exist; {hub}")
         parse_speculation(checked("speculation", self.speculation, str))
