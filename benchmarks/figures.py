@@ -249,7 +249,7 @@ TABLES: Mapping[str, Table] = {
         ("recipe", "model", "held-out problems × samples", "solved before → after"),
         (
             ("`countdown` (`make train`), nine minutes", COUNTDOWN, "256 × 1", "solved-quickstart"),
-            ("`math`, word problems, seven minutes", "3M", "256 × 4", "solved-math"),
+            ("`math`, word problems, three minutes", "3M", "256 × 4", "solved-math"),
             ("`smollm2`, two-digit additions, eight minutes", SMOLLM2, "128 × 1", "solved-additions"),
             ("`smollm2/reasoning`, sums written out, 24 minutes", SMOLLM2, "192 × 1", "solved-sums"),
         ),
