@@ -34,6 +34,7 @@ NOT_RUN = {
     "sglang-eagle3": "needs a drafter of form EAGLE-3",
     "shout.py:TASK": "words, for which the countdown tokenizer has no tokens",
     "quickstart.toml --task.options": "a recipe of smollm2",
+    "openenv.toml": "needs a server",
     "grade-school-math": "needs the network",
     "reasoning-gym": "needs reasoning-gym",
     "tlt bench": "minutes",
