@@ -56,6 +56,8 @@ class Answers:
     rollouts: tuple[Rollout, ...]
     num_missing: int = 0
     why: str = ""
+    states_off: bool = True
+    """As `Endpoint.states_off`, of the server as it wanted to be asked."""
 
 
 class Refused(UserError):
@@ -98,7 +100,7 @@ def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 
     rollouts = tuple(one for one in found if isinstance(one, Rollout))
     if not rollouts:
         raise missing[0]
-    return Answers(rollouts, len(missing), str(missing[0]) if missing else "")
+    return Answers(rollouts, len(missing), str(missing[0]) if missing else "", server.states_off)
 
 
 def _check_form(server: Endpoint, request: Request) -> Endpoint:

@@ -237,6 +237,8 @@ def server(options: AuditServer) -> Ended:
         relations = _relations_of_server(endpoint, options.sizes(requests), requests)
         return end_relations(options, _told(relations))
     answers = complete(endpoint, requests, options.max_concurrency)
+    if not answers.states_off:
+        log("the server refuses options that are off: start it with --generation-config vllm or the like")
     report = judge.judge(options.url, answers, options.max_tokens, options.seed)
     print_report(report)
     return end(options, [report])
